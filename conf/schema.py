@@ -7,12 +7,13 @@ instances of them, so that everything below `recipes.runtime` takes plain datacl
 Cross-field rules of one group stand in its `__post_init__`; rules between groups in `SFTConfig.__post_init__`.
 """
 
+import os
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
-from omegaconf import MISSING
+from omegaconf import MISSING, OmegaConf
 
 from conf.closed import ConfigError
 
@@ -524,8 +525,15 @@ def _fraction(key: str, value: float, *, closed: bool = False) -> None:
         raise ConfigError(f"{key}={value}: accepted are numbers from 0 to 1{'' if closed else ' (1 excluded)'}")
 
 
+def _rank_tag() -> str:
+    """What sets the log file of a rank apart: empty on rank 0, `-rank3` on rank 3."""
+    rank = os.environ.get("RANK", "0")
+    return "" if rank == "0" else f"-rank{rank}"
+
+
 def _register() -> None:
     """Give Hydra the classes under `<group>/<name>_schema`, which the yaml files extend."""
+    OmegaConf.register_new_resolver("rank_tag", _rank_tag, replace=True)
     store = ConfigStore.instance()
     for group, name, node in [
         (None, "sft_schema", SFTConfig),
@@ -548,7 +556,10 @@ def _register() -> None:
         ("logger", "logger_schema", LoggerConfig),
         ("logger", "wandb_schema", WandbConfig),
     ]:
-        store.store(group=group, name=name, node=node)
+        typed = OmegaConf.structured(node)
+        if "extras" in typed:
+            OmegaConf.set_struct(typed.extras, False)  # `extras.anything=1` works without a `+`
+        store.store(group=group, name=name, node=typed)
 
 
 _register()

@@ -1,0 +1,8 @@
+"""The configuration: yaml files a group, the typed options behind them, and the check that nothing else is accepted.
+
+Importing the package registers the option classes, so that `pkg://conf` composes for whoever asks.
+"""
+
+from conf import schema
+
+__all__ = ["schema"]
