@@ -1,0 +1,75 @@
+"""What a person sees while a run goes: a bar in a terminal, plain lines elsewhere."""
+
+import logging
+import sys
+import time
+from collections.abc import Mapping
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+log = logging.getLogger(__name__)
+
+_LINE_EVERY_S = 5.0
+
+
+class TrainingProgress:
+    """Progress of a training loop, as a context manager.
+
+    Args:
+        total: Steps of the run.
+        done: Steps taken before a resume.
+        shown: False on ranks that stay silent.
+    """
+
+    def __init__(self, total: int, done: int = 0, *, shown: bool = True):
+        self.total = total
+        self.shown = shown
+        self.started = time.monotonic()
+        self.first = done
+        self.last_line = 0.0
+        self.bar: Progress | None = None
+        if shown and sys.stdout.isatty():
+            self.bar = Progress(
+                TextColumn("[bold]train"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("loss {task.fields[loss]}  {task.fields[rate]} tokens/s"),
+                TimeRemainingColumn(),
+            )
+            self.task = self.bar.add_task("train", total=total, completed=done, loss="-", rate="-")
+
+    def __enter__(self) -> "TrainingProgress":
+        if self.bar is not None:
+            self.bar.start()
+            self._follow_stdout()  # log lines go above the bar
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+            self._follow_stdout()
+
+    def update(self, step: int, row: Mapping[str, float | int | None]) -> None:
+        """Show a finished step (from 1) and its metrics row."""
+        if not self.shown:
+            return
+        loss, rate = _number(row.get("train/loss")), f"{row.get('perf/tokens_per_s') or 0:,.0f}"
+        if self.bar is not None:
+            self.bar.update(self.task, completed=step, loss=loss, rate=rate)
+            return
+        now = time.monotonic()
+        if step in (self.first + 1, self.total) or now - self.last_line >= _LINE_EVERY_S:
+            self.last_line = now
+            left = (now - self.started) / (step - self.first) * (self.total - step)
+            lr = row.get("train/lr")
+            log.info("step %d/%d  loss %s  lr %.3g  %s tokens/s  %.0f s left", step, self.total, loss, lr, rate, left)
+
+    @staticmethod
+    def _follow_stdout() -> None:
+        for handler in logging.getLogger().handlers:
+            if isinstance(handler, logging.StreamHandler) and not isinstance(handler, logging.FileHandler):
+                handler.setStream(sys.stdout)
+
+
+def _number(value: float | int | None) -> str:
+    return "-" if value is None else f"{value:.4f}"
