@@ -1,24 +1,42 @@
 """The configuration is closed: what is not declared in `conf.schema` is refused, at any level.
 
-`to_config` turns what Hydra composed into plain dataclasses. It is the only way in: a misspelt key, a wrong type, a value
-that is missing, an interpolation that leads nowhere, an illegal combination or a `_target_` outside the allowed modules ends
-in a `ConfigError` that names the key. This module imports no torch.
+`to_config` turns what Hydra composed into plain dataclasses. It is the only way in: a misspelt key, a wrong type, a
+value that is missing, an interpolation that leads nowhere, an illegal combination or a `_target_` outside the allowed
+modules ends in a `ConfigError` that names the key. This module imports no torch.
 """
 
 import dataclasses
 import difflib
 from collections.abc import Iterable, Iterator, Sequence
+from enum import Enum
 from typing import Any
 
-from omegaconf import DictConfig, ListConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf import BooleanNode, DictConfig, EnumNode, FloatNode, IntegerNode, ListConfig, OmegaConf, StringNode
+from omegaconf.errors import (
+    ConfigAttributeError,
+    ConfigKeyError,
+    InterpolationResolutionError,
+    InterpolationValidationError,
+    MissingMandatoryValue,
+    OmegaConfBaseException,
+    ValidationError,
+)
 
-__all__ = ["ALLOWED_TARGETS", "ConfigError", "check_target", "field_keys", "nearest", "to_config", "unknown_key"]
+__all__ = [
+    "ALLOWED_TARGETS",
+    "ConfigError",
+    "check_target",
+    "describe_error",
+    "field_keys",
+    "nearest",
+    "to_config",
+    "unknown_key",
+]
 
 ALLOWED_TARGETS = ("transformers", "torch", "peft", "datum", "recipes")
 """Modules that a `_target_` may name without `allow_targets`."""
 
-_DOTTED_NAMES = ("eval.score",)  # options that name a function, held to the same rule as a `_target_`
+_FUNCTION_NAMES = ("eval.score",)  # options that name a function, held to the same rule as a `_target_`
 
 
 class ConfigError(ValueError):
@@ -40,23 +58,22 @@ def to_config(cfg: DictConfig) -> Any:
     root = OmegaConf.get_type(cfg)
     if root is None or not dataclasses.is_dataclass(root):
         raise ConfigError(
-            "the primary configuration is not typed: its defaults list must begin with a schema, for example `- sft_schema` "
-            "(to repeat a saved run, give the lines of its .hydra/overrides.yaml as overrides)"
+            "the primary configuration is not typed: its defaults list must begin with a schema, for example "
+            "`- sft_schema` (to repeat a saved run, give the lines of its .hydra/overrides.yaml as overrides)"
         )
-    unknown = list(_unknown_keys(cfg, ""))
+    unknown = list(_undeclared_keys(cfg))
     if unknown:
-        known = list(field_keys(cfg))
+        known = [key for key in field_keys(cfg) if key not in unknown]
         raise ConfigError("; ".join(unknown_key(key, known) for key in unknown))
-    missing = sorted(OmegaConf.missing_keys(cfg))
-    if missing:
-        raise ConfigError("; ".join(f"{key} is required: give {key}=<value>" for key in missing))
     try:
+        missing = sorted(OmegaConf.missing_keys(cfg))
+        if missing:
+            raise ConfigError("; ".join(f"{key} is required: give {key}=<value>" for key in missing))
         config = OmegaConf.to_object(cfg)
     except OmegaConfBaseException as error:
-        raise ConfigError(value_error(error)) from error
-    allow_targets = getattr(config, "allow_targets", ())
-    for key, target in _targets(config, ""):
-        check_target(key, target, allow_targets)
+        raise ConfigError(describe_error(error)) from error
+    for key, target in _targets(config):
+        check_target(key, target, getattr(config, "allow_targets", ()))
     return config
 
 
@@ -74,15 +91,14 @@ def check_target(key: str, target: str, allow_targets: Sequence[str] = ()) -> No
     """
     allowed = (*ALLOWED_TARGETS, *allow_targets)
     if not any(target.startswith(f"{module}.") for module in allowed):
-        module = target.partition(".")[0]
         raise ConfigError(
             f"{key}={target}: a target must lie in one of the modules {', '.join(allowed)}; to trust another one give "
-            f"allow_targets=[{module}]"
+            f"allow_targets=[{target.partition('.')[0]}]"
         )
 
 
 def unknown_key(key: str, known: Iterable[str]) -> str:
-    """One line that says a key is unknown, which one is nearest, and what stands beside it.
+    """One line that says a key is unknown, and which one is nearest or what stands beside it.
 
     >>> unknown_key("optim.lrr", ["optim.lr", "optim.eps"])
     'unknown key optim.lrr, did you mean optim.lr?'
@@ -97,66 +113,120 @@ def unknown_key(key: str, known: Iterable[str]) -> str:
     while parent and not any(name.startswith(f"{parent}.") for name in known):
         parent = parent.rpartition(".")[0]
     prefix = f"{parent}." if parent else ""
-    beside = sorted({name.removeprefix(prefix).partition(".")[0] for name in known if name.startswith(prefix)})
-    return f"unknown key {key}; {parent or 'the configuration'} has {', '.join(beside)}"
+    beside = {name.removeprefix(prefix).partition(".")[0] for name in known if name.startswith(prefix)}
+    return f"unknown key {key}; {parent or 'the configuration'} has {', '.join(sorted(beside))}"
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """The known name that a mistyped one most likely meant, or None.
 
-    A name whose last part is known elsewhere counts as near: `lr` is near `optim.lr`.
+    The same parent comes first, then the whole name, then a last part that is known in one other place.
+
+    >>> nearest("optim.l", ["optim.lr", "optim.eps"]), nearest("lr", ["optim.lr", "optim.eps"]), nearest("x", ["optim"])
+    ('optim.lr', 'optim.lr', None)
     """
     known = sorted(known)
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
-    if close:
+    parent, dot, leaf = name.rpartition(".")
+    siblings = [key.rpartition(".")[2] for key in known if key.rpartition(".")[0] == parent]
+    if close := difflib.get_close_matches(leaf, siblings, n=1, cutoff=0.6):
+        return f"{parent}{dot}{close[0]}"
+    if close := difflib.get_close_matches(name, known, n=1, cutoff=0.8):
         return close[0]
-    leaf = name.rpartition(".")[2]
     same_leaf = [key for key in known if key.rpartition(".")[2] == leaf]
-    if len(same_leaf) == 1:
-        return same_leaf[0]
-    siblings = [key for key in known if key.rpartition(".")[0] == name.rpartition(".")[0]]
-    close = difflib.get_close_matches(leaf, [key.rpartition(".")[2] for key in siblings], n=1, cutoff=0.6)
-    return f"{name.rpartition('.')[0]}.{close[0]}".lstrip(".") if close else None
+    return same_leaf[0] if len(same_leaf) == 1 else None
 
 
 def field_keys(cfg: DictConfig, prefix: str = "") -> Iterator[str]:
     """Every dotted key of a composed configuration, groups and options alike."""
-    for name in cfg:
-        key = f"{prefix}{name}"
-        yield key
-        child = cfg._get_node(name)
-        if isinstance(child, DictConfig) and not (child._is_none() or child._is_missing() or child._is_interpolation()):
-            yield from field_keys(child, f"{key}.")
+    for name, child in _children(cfg):
+        yield f"{prefix}{name}"
+        if isinstance(child, DictConfig):
+            yield from field_keys(child, f"{prefix}{name}.")
 
 
-def value_error(error: OmegaConfBaseException) -> str:
-    """One line for a value that OmegaConf refused: the key, the reason, what is accepted."""
+def describe_error(error: OmegaConfBaseException) -> str:
+    """One line for what OmegaConf refused: the key, the value, what is accepted."""
+    key = error.full_key or ""
     reason = (error.msg or str(error)).strip().splitlines()[0]
-    key = error.full_key
+    if isinstance(error, ConfigKeyError | ConfigAttributeError) and isinstance(error.parent_node, DictConfig):
+        top = "hydra" if key.partition(".")[0] == "hydra" else ""
+        keys = field_keys(error.parent_node._get_root())
+        return unknown_key(key, [name for name in keys if (name.partition(".")[0] == "hydra") == bool(top)])
+    if isinstance(error, MissingMandatoryValue):
+        return f"{key} is required: give {key}=<value>"
+    if isinstance(error, InterpolationResolutionError) and not isinstance(error, InterpolationValidationError):
+        return f"{key}: {reason}"
+    if isinstance(error, ValidationError) and key:
+        accepted = _accepted(error)
+        if accepted:
+            return f"{key}={_shown(error.value)}: accepted {accepted}"
     return f"{key}: {reason}" if key else reason
 
 
-def _unknown_keys(cfg: DictConfig, prefix: str) -> Iterator[str]:
-    """Keys that the dataclass of their node does not declare; dict fields are free-form and not entered."""
-    declared = {field.name for field in dataclasses.fields(OmegaConf.get_type(cfg))}
+def _accepted(error: OmegaConfBaseException) -> str | None:
+    """What the option of a failed assignment takes, from its type and the range its dataclass checks."""
+    node, owner = error.child_node, error.object_type
+    if isinstance(node, EnumNode):
+        accepted = f"are {', '.join(node.enum_type.__members__)}"
+    elif isinstance(node, FloatNode | IntegerNode):
+        kind = "are numbers" if isinstance(node, FloatNode) else "are whole numbers"
+        accepted = _checked_range(owner, error.key, float("nan") if isinstance(node, FloatNode) else -1) or kind
+    elif isinstance(node, BooleanNode):
+        accepted = "are true, false"
+    elif isinstance(node, StringNode):
+        accepted = "is a text"
+    elif isinstance(node, ListConfig):
+        accepted = "is a list, for example [a,b]"
+    elif isinstance(node, DictConfig):
+        names = [name for name in node] if OmegaConf.get_type(node) is not dict else []
+        accepted = f"is a mapping of {', '.join(map(str, names))}" if names else "is a mapping, for example {a: 1}"
+    else:
+        return None
+    return f"{accepted}, or null" if node._metadata.optional else accepted
+
+
+def _checked_range(owner: Any, name: Any, outside: float) -> str | None:
+    """The range of a number in words, from the message of the dataclass that checks it."""
+    try:
+        owner(**{name: outside})
+    except ConfigError as error:
+        option, _, accepted = str(error).partition(": accepted ")
+        return accepted or None if option.partition("=")[0].endswith(f".{name}") else None
+    return None
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Enum):
+        return value.name
+    return "null" if value is None else str(value)
+
+
+def _children(cfg: DictConfig) -> Iterator[tuple[str, Any]]:
+    """`(name, node)` of every key; a mapping that is null, missing or an interpolation counts as a leaf (None)."""
     for name in cfg:
-        key = f"{prefix}{name}"
-        if name not in declared:
-            yield key
-            continue
         child = cfg._get_node(name)
-        if isinstance(child, DictConfig) and not (child._is_none() or child._is_missing() or child._is_interpolation()):
-            if dataclasses.is_dataclass(OmegaConf.get_type(child)):
-                yield from _unknown_keys(child, f"{key}.")
-        elif isinstance(child, ListConfig):
-            continue
+        is_open = isinstance(child, DictConfig) and not (
+            child._is_none() or child._is_missing() or child._is_interpolation()
+        )
+        yield str(name), child if is_open else None
 
 
-def _targets(config: Any, prefix: str) -> Iterator[tuple[str, str]]:
+def _undeclared_keys(cfg: DictConfig, prefix: str = "") -> Iterator[str]:
+    """Keys that the dataclass of their node does not declare; a dict field is free-form and not entered."""
+    owner: Any = OmegaConf.get_type(cfg)
+    declared = {field.name for field in dataclasses.fields(owner)}
+    for name, child in _children(cfg):
+        if name not in declared:
+            yield f"{prefix}{name}"
+        elif child is not None and dataclasses.is_dataclass(OmegaConf.get_type(child)):
+            yield from _undeclared_keys(child, f"{prefix}{name}.")
+
+
+def _targets(config: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
     """`(key, dotted name)` of every `_target_` and of every option that names a function."""
     for field in dataclasses.fields(config):
         key, value = f"{prefix}{field.name}", getattr(config, field.name)
-        if field.name == "_target_" or key in _DOTTED_NAMES:
+        if field.name == "_target_" or key in _FUNCTION_NAMES:
             yield key, value
         elif dataclasses.is_dataclass(value):
             yield from _targets(value, f"{key}.")

@@ -525,15 +525,15 @@ def _fraction(key: str, value: float, *, closed: bool = False) -> None:
         raise ConfigError(f"{key}={value}: accepted are numbers from 0 to 1{'' if closed else ' (1 excluded)'}")
 
 
-def _rank_tag() -> str:
-    """What sets the log file of a rank apart: empty on rank 0, `-rank3` on rank 3."""
+def _register_resolvers() -> None:
+    """`${rank_tag:}` sets a rank's log file apart (empty on rank 0), `${rank_level:}` keeps other ranks off the screen."""
     rank = os.environ.get("RANK", "0")
-    return "" if rank == "0" else f"-rank{rank}"
+    OmegaConf.register_new_resolver("rank_tag", lambda: "" if rank == "0" else f"-rank{rank}", replace=True)
+    OmegaConf.register_new_resolver("rank_level", lambda: "INFO" if rank == "0" else "ERROR", replace=True)
 
 
 def _register() -> None:
     """Give Hydra the classes under `<group>/<name>_schema`, which the yaml files extend."""
-    OmegaConf.register_new_resolver("rank_tag", _rank_tag, replace=True)
     store = ConfigStore.instance()
     for group, name, node in [
         (None, "sft_schema", SFTConfig),
@@ -563,3 +563,4 @@ def _register() -> None:
 
 
 _register()
+_register_resolvers()
