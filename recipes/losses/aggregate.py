@@ -2,17 +2,21 @@
 
     step loss = (sum over ranks, microbatches and trained tokens of coefficient * term) / denominator
 
-A loss gives the terms (`recipes.losses.cross_entropy` is one). `token_coefficients` gives the coefficients of a
-microbatch, which need nothing from outside of it, since a sequence is never cut between microbatches. `denominator` turns
-the counts of the whole step, over all its microbatches and ranks, into the divisor.
+A loss (`recipes.losses.loss`) gives the terms. `token_coefficients` gives the coefficients of a microbatch, which need
+nothing from outside of it, since a sequence is never cut between microbatches. `denominator` turns the counts of the
+whole step, over all its microbatches and ranks, into the divisor.
 
     tokens, selected, targets = select_tokens(batch)
     coefficients = token_coefficients(tokens, loss.aggregation)
     scores = model(inputs, targets, selected)                            # recipes.losses.logprobs
     total = weighted_sum(coefficients, loss(scores.logprobs, tokens))    # then total / denominator(counts, ...)
 
-A position is trained where its label is not `ignore_index` and its weight is not 0. All others are taken out before a loss
-sees them, so whatever they hold (an infinite logprob, say) reaches neither the loss nor the gradient.
+A position is trained where its label is not `ignore_index` and its weight is not 0. All others are taken out before a
+loss sees them, so whatever they hold (an infinite logprob, say) reaches neither the loss nor the gradient.
+
+Fillers. A rank with fewer microbatches than the others brings batches without a sequence: one token of weight 0 and the
+key `filler`. They run through the model like any batch and count nothing. The key is what tells them apart, since a
+Datum without a trained token is a sequence all the same, which `constant` divides by.
 """
 
 from collections.abc import Mapping
@@ -38,7 +42,7 @@ __all__ = [
 ]
 
 FILLER = "filler"
-"""Batch key that marks a filler, the one-token batch of weight 0 that gives a rank as many microbatches as the others."""
+"""Batch key that marks a filler, whatever its value."""
 
 _NOT_FIELDS = frozenset(
     (
@@ -105,7 +109,7 @@ class Tokens:
 
 @dataclass(frozen=True)
 class StepCounts:
-    """What a step's loss may be divided by. Counts of microbatches and ranks add up (`+`, or `as_tensor` and all-reduce).
+    """What a step's loss may be divided by; counts of microbatches add up with `+`, those of ranks as tensors.
 
     Attributes:
         weight_total: Sum of the absolute weights of all trained tokens.
@@ -151,50 +155,38 @@ def select_tokens(
     Raises:
         DataError: `labels` are missing, or a field has neither a value per position nor one per sequence.
     """
-    labels = batch.get("labels")
-    if labels is None:
-        raise DataError(f"the batch has no labels, so there is nothing to train; its keys are {sorted(batch)}")
-    sequences = _Sequences(batch)
-    position = (labels != ignore_index).flatten().nonzero().squeeze(1)
-    sequence = sequences.of(position)
-    if "weights" in batch:
-        weights = sequences.values("weights", position, sequence)
-        trained = weights != 0
-        position, sequence, weights = position[trained], sequence[trained], weights[trained]
-    else:
-        weights = torch.ones(position.shape[0], device=position.device)
+    sequences, position, sequence, weights = _trained(batch, ignore_index)
+    labels: Tensor = batch["labels"]
     selected = torch.zeros(labels.numel(), dtype=torch.bool, device=labels.device)
     selected[position] = True
-    tokens = Tokens(
-        weights=weights,
-        sequence=sequence,
-        num_sequences=sequences.count,
-        targets=labels.flatten()[position],
-        fields={
-            name: sequences.values(name, position, sequence)
-            for name, value in batch.items()
-            if name not in _NOT_FIELDS and isinstance(value, Tensor) and value.is_floating_point()
-        },
-    )
+    fields = {
+        name: sequences.values(name, position, sequence)
+        for name, value in batch.items()
+        if name not in _NOT_FIELDS and isinstance(value, Tensor) and value.is_floating_point()
+    }
+    tokens = Tokens(weights, sequence, sequences.count, labels.flatten()[position], fields)
     return tokens, selected.view_as(labels), labels
 
 
 def count_batch(batch: Mapping[str, Any], *, ignore_index: int = CROSS_ENTROPY_IGNORE_IDX) -> StepCounts:
-    """Count one microbatch. A filler (a batch with the key `filler`) counts nothing."""
+    """Count one microbatch; a filler counts nothing.
+
+    Raises:
+        DataError: As for `select_tokens`.
+    """
     if FILLER in batch:
         return StepCounts()
-    tokens, _, labels = select_tokens(batch, ignore_index=ignore_index)
+    sequences, _, sequence, weights = _trained(batch, ignore_index)
     if "seq_lens" in batch:
-        lengths = batch["seq_lens"]
-        real = int(lengths[lengths > 0].sum())
+        real = int(batch["seq_lens"].clamp(min=0).sum())  # unused slots hold -1000
     elif "attention_mask" in batch:
         real = int(batch["attention_mask"].sum())
     else:
-        real = labels.numel()
+        real = batch["labels"].numel()
     return StepCounts(
-        weight_total=float(tokens.weights.abs().sum(dtype=_wide(tokens.weights))),
-        trained_sequences=int(tokens.sequence.unique().numel()),
-        sequences=tokens.num_sequences,
+        weight_total=float(weights.abs().sum(dtype=_wide(weights))),
+        trained_sequences=sequence.unique_consecutive().numel(),
+        sequences=sequences.count,
         tokens=real,
     )
 
@@ -247,36 +239,66 @@ class _Sequences:
 
     def __init__(self, batch: Mapping[str, Any]) -> None:
         self.batch = batch
-        self.shape = batch["labels"].shape
-        rows, length = self.shape
-        self.ends: Tensor | None = None
-        if "seq_lens" not in batch:
-            self.count = rows
-            return
-        lengths = batch["seq_lens"]
-        extents = batch.get("seq_lens_padded", lengths)
-        used = lengths > 0  # unused slots hold -1000
-        starts_of_rows = torch.arange(rows, device=lengths.device)[:, None] * length
-        self.ends = (extents.where(used, 0).cumsum(1) + starts_of_rows)[used]  # rising, row by row
-        self.count = self.ends.shape[0]
+        self.shape: torch.Size = batch["labels"].shape
+        self.count, self._length = self.shape
+        self._ends: Tensor | None = None  # flat position after each sequence of packed rows, rising
+        if "seq_lens" in batch:
+            lengths: Tensor = batch["seq_lens"]
+            is_used = lengths > 0  # unused slots hold -1000
+            extents = batch.get("seq_lens_padded", lengths).where(is_used, 0)
+            row_starts = torch.arange(len(lengths), device=lengths.device)[:, None] * self._length
+            self._ends = (extents.cumsum(1) + row_starts)[is_used]
+            self.count = len(self._ends)
 
     def of(self, position: Tensor) -> Tensor:
-        """Return the sequence of each flat position: [N]."""
-        if self.ends is None:
-            return position // self.shape[1]
-        return torch.searchsorted(self.ends, position, right=True)
+        """Return the sequence of each flat position, [N].
+
+        Raises:
+            DataError: A position of a packed row lies behind its last sequence.
+        """
+        if self._ends is None:
+            return position // self._length
+        sequence = torch.searchsorted(self._ends, position, right=True)
+        end = torch.cat((self._ends, self._ends.new_full((1,), -1)))[sequence]  # -1: behind the last of all rows
+        is_outside = (end - 1) // self._length != position // self._length
+        if is_outside.any():
+            row, column = divmod(int(position[is_outside][0]), self._length)
+            raise DataError(
+                f"labels[{row}, {column}] is a target, but seq_lens {self.batch['seq_lens'].tolist()} give the "
+                "position no sequence; padding behind the last sequence must have the label ignore_index"
+            )
+        return sequence
 
     def values(self, name: str, position: Tensor, sequence: Tensor) -> Tensor:
-        """Read the batch's `name` at [N] positions of [N] sequences, as float32."""
+        """Read the batch's `name` at [N] positions of [N] sequences, as float32.
+
+        Raises:
+            DataError: It has neither a value per position nor one per sequence.
+        """
         value: Tensor = self.batch[name]
         if value.shape == self.shape:
-            return value.flatten()[position].float()
+            return value.flatten()[position].to(torch.float32)
         if value.shape == (self.count,):
-            return value[sequence].float()
+            return value[sequence].to(torch.float32)
         raise DataError(
             f"batch key {name!r} has shape {list(value.shape)}; accepted are {list(self.shape)} (a value per position) "
             f"and [{self.count}] (a value per sequence)"
         )
+
+
+def _trained(batch: Mapping[str, Any], ignore_index: int) -> tuple[_Sequences, Tensor, Tensor, Tensor]:
+    """Return the batch's sequences, and the trained positions: flat position, sequence, weight, each [N]."""
+    labels = batch.get("labels")
+    if labels is None:
+        raise DataError(f"the batch has no labels, so there is nothing to train; its keys are {sorted(batch)}")
+    sequences = _Sequences(batch)
+    position = (labels != ignore_index).flatten().nonzero().squeeze(1)
+    sequence = sequences.of(position)
+    if "weights" not in batch:
+        return sequences, position, sequence, torch.ones(len(position), device=labels.device)
+    weights = sequences.values("weights", position, sequence)
+    is_trained = weights != 0
+    return sequences, position[is_trained], sequence[is_trained], weights[is_trained]
 
 
 def _aggregation(name: Aggregation | str) -> Aggregation:

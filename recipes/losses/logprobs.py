@@ -2,14 +2,16 @@
 
 The logits of a row are
 
-    logits = softcap(logit_scale * (hidden @ head_weight.T + head_bias)) / temperature,   softcap(z) = cap * tanh(z / cap)
+    logits = softcap(logit_scale * (hidden @ head_weight.T + head_bias)) / temperature
+    softcap(z) = cap * tanh(z / cap)
 
-and are formed for a chunk of rows at a time in one buffer that all chunks share. Two ways to a gradient:
+and are formed for a chunk of rows at a time, in one buffer that all chunks share. Two ways to a gradient:
 
-- *recomputed*: `logprobs` (and `entropy`) are differentiable; backward forms each chunk's logits again. Four matrix
-  products in place of three, and nothing of size [N, V] is kept. For losses that are not linear in the logprobs.
-- *formed in the forward pass*: with `coefficients` c given, the scalar `weighted_sum` = sum(c * logprobs) is
-  differentiable. Its gradient is known as soon as a chunk's softmax is, so that each chunk costs three products.
+- *recomputed*: `logprobs` (and `entropy`) are differentiable, for losses of any form. Backward forms each chunk's
+  logits again: four products of a chunk's rows with the head where full logits take three. With a frozen head it is
+  two, as with full logits, since a row's gradient is then known up to a factor in the forward pass.
+- *formed in the forward pass*: with `coefficients` c, the scalar `weighted_sum` = sum(c * logprobs) is differentiable.
+  Its gradient is known as soon as a chunk's softmax is: three products, two with a frozen head.
 
 `score_targets_reference` in `recipes.losses.logprobs_reference` is the same function with full logits.
 """
@@ -30,12 +32,14 @@ class TokenScores:
 
     Attributes:
         logprobs: [N] log-probability of each target; float32 (float64 for float64 inputs).
+        is_argmax: [N] bool, whether the target is the most likely token (or one of several such).
         entropy: [N] entropy in nats of each row's distribution, same dtype; None where it was not asked for.
         weighted_sum: Scalar sum(coefficients * logprobs), accumulated in float64 (float32 on mps); None without
             coefficients. It has the gradient, and `logprobs` and `entropy` are then detached.
     """
 
     logprobs: Tensor
+    is_argmax: Tensor
     entropy: Tensor | None = None
     weighted_sum: Tensor | None = None
 
@@ -56,9 +60,9 @@ def score_targets(
     """Score N targets; see the module's text for the formula and the two ways to a gradient.
 
     Matrix products run in the dtype of `hidden` and `head_weight`, or in autocast's where it is on, as those of
-    `torch.nn.Linear` would; the softmax statistics and all results are float32. The gradient of `head_weight` is added up
-    in float32 over the chunks and cast once. Tensors that need no gradient cost none. N = 0 is legal: empty logprobs, a
-    weighted sum of 0, zero gradients.
+    `torch.nn.Linear` would; the softmax statistics and all results are float32. The gradient of `head_weight` is added
+    up in float32 over the chunks and cast once. Tensors that need no gradient cost none. N = 0 is legal: empty
+    logprobs, a weighted sum of 0, zero gradients.
 
     Args:
         hidden: [N, H] last hidden states, of the selected rows alone.
@@ -89,13 +93,16 @@ def score_targets(
             "cast one of them, or run under torch.autocast"
         )
     head = Head(compute_dtype, temperature, softcap, logit_scale, chunk_size)
-    if coefficients is None:
-        logprobs, row_entropy = RecomputedScores.apply(hidden, head_weight, head_bias, targets, head, entropy)
-        return TokenScores(logprobs, row_entropy)
-    weighted_sum, logprobs, row_entropy = LinearScores.apply(
-        hidden, head_weight, head_bias, targets, coefficients, head, entropy, torch.is_grad_enabled()
+    needed = tuple(
+        torch.is_grad_enabled() and tensor is not None and tensor.requires_grad
+        for tensor in (hidden, head_weight, head_bias)
     )
-    return TokenScores(logprobs, row_entropy, weighted_sum)
+    inputs = (hidden, head_weight, head_bias, targets, head, entropy, needed)
+    if coefficients is None:
+        logprobs, is_argmax, entropies = RecomputedScores.apply(*inputs)
+        return TokenScores(logprobs, is_argmax, entropies)
+    weighted_sum, logprobs, is_argmax, entropies = LinearScores.apply(*inputs, coefficients)
+    return TokenScores(logprobs, is_argmax, entropies, weighted_sum)
 
 
 def _check(
@@ -127,6 +134,6 @@ def _check(
         if low < 0 or high >= vocabulary:
             index = int(((targets < 0) | (targets >= vocabulary)).nonzero()[0])
             raise ValueError(
-                f"score_targets: targets[{index}] is {int(targets[index])}; accepted are ids from 0 to {vocabulary - 1}, "
-                "the rows of head_weight (rows that are not trained must not be selected)"
+                f"score_targets: targets[{index}] is {int(targets[index])}; accepted are ids from 0 to "
+                f"{vocabulary - 1}, the rows of head_weight (rows that are not trained must not be selected)"
             )

@@ -29,6 +29,7 @@ def score_targets_reference(
     logprobs = log_p.gather(1, targets[:, None]).squeeze(1)
     return TokenScores(
         logprobs,
+        logprobs == log_p.amax(-1),
         -(log_p.exp() * log_p).sum(-1) if entropy else None,
         None if coefficients is None else (coefficients.double() * logprobs.double()).sum(),
     )

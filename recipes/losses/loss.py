@@ -14,8 +14,8 @@ class Loss(Protocol):
     """A term for each trained token; the step weights, sums and divides them (`recipes.losses.aggregate`).
 
     Attributes:
-        linear: The term is `linear_scale` times the target's log-probability, so its gradient may be formed in the forward
-            pass.
+        linear: The term is `linear_scale` times the target's log-probability, so that its gradient may be formed in the
+            forward pass.
         linear_scale: See `linear`; not read where that is False.
         required_fields: Side inputs that every Datum must carry.
         needs_entropy: The loss reads the entropy of each row's distribution.
