@@ -3,6 +3,6 @@
 Importing the package registers the option classes, so that `pkg://conf` composes for whoever asks.
 """
 
-from conf import schema
+from conf.store import register
 
-__all__ = ["schema"]
+register()

@@ -149,9 +149,9 @@ def describe_error(error: OmegaConfBaseException) -> str:
     key = error.full_key or ""
     reason = (error.msg or str(error)).strip().splitlines()[0]
     if isinstance(error, ConfigKeyError | ConfigAttributeError) and isinstance(error.parent_node, DictConfig):
-        top = "hydra" if key.partition(".")[0] == "hydra" else ""
-        keys = field_keys(error.parent_node._get_root())
-        return unknown_key(key, [name for name in keys if (name.partition(".")[0] == "hydra") == bool(top)])
+        root: Any = error.parent_node._get_root()
+        is_hydra = key.startswith("hydra.")
+        return unknown_key(key, [name for name in field_keys(root) if name.startswith("hydra.") == is_hydra])
     if isinstance(error, MissingMandatoryValue):
         return f"{key} is required: give {key}=<value>"
     if isinstance(error, InterpolationResolutionError) and not isinstance(error, InterpolationValidationError):
@@ -178,7 +178,7 @@ def _accepted(error: OmegaConfBaseException) -> str | None:
     elif isinstance(node, ListConfig):
         accepted = "is a list, for example [a,b]"
     elif isinstance(node, DictConfig):
-        names = [name for name in node] if OmegaConf.get_type(node) is not dict else []
+        names = list(node) if OmegaConf.get_type(node) is not dict else []
         accepted = f"is a mapping of {', '.join(map(str, names))}" if names else "is a mapping, for example {a: 1}"
     else:
         return None

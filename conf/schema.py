@@ -7,17 +7,16 @@ instances of them, so that everything below `recipes.runtime` takes plain datacl
 Cross-field rules of one group stand in its `__post_init__`; rules between groups in `SFTConfig.__post_init__`.
 """
 
-import os
 from dataclasses import dataclass, field
 from enum import Enum
+from math import inf
 from typing import Any
 
-from hydra.core.config_store import ConfigStore
-from omegaconf import MISSING, OmegaConf
+from omegaconf import MISSING
 
 from conf.closed import ConfigError
 
-# --------------------------------------------------------------------------------------------------------------- choices
+# ------------------------------------------------------------------------------------------------------------- choices
 
 
 class Dtype(Enum):
@@ -140,21 +139,22 @@ class Which(Enum):
     best = "best"
 
 
-# ---------------------------------------------------------------------------------------------------------------- groups
+# -------------------------------------------------------------------------------------------------------------- groups
 
 
 @dataclass
 class LoraConfig:
     """Low-rank adapters through PEFT; `rank` 0 trains the whole model."""
 
-    rank: int = 0
-    alpha: float = 16.0
-    dropout: float = 0.0
+    rank: int = 0  # 0: off, the whole model is trained
+    alpha: float = 16.0  # the adapter's output is scaled by alpha / rank
+    dropout: float = 0.0  # before the adapter's first matrix
     target_modules: Any = "all-linear"  # "all-linear", or a list of module names
-    export: LoraExport = LoraExport.merged
+    export: LoraExport = LoraExport.merged  # what final/ holds
 
     def __post_init__(self) -> None:
         _at_least("model.lora.rank", self.rank, 0)
+        _above_zero("model.lora.alpha", self.alpha)
         _fraction("model.lora.dropout", self.dropout)
         modules = self.target_modules
         if modules != "all-linear" and not (isinstance(modules, list) and all(isinstance(m, str) for m in modules)):
@@ -172,16 +172,16 @@ class ModelConfig:
     below `trust_remote_code` are applied afterwards, to any model.
     """
 
-    _target_: str = MISSING
+    _target_: str = MISSING  # function (config, seed) -> (model, tokenizer)
     name: str | None = None  # local path or hub id
     tokenizer: str | None = None  # path or hub id; null: `name`
-    dtype: Dtype = Dtype.float32
-    trust_remote_code: bool = False
+    dtype: Dtype = Dtype.float32  # of the parameters
+    trust_remote_code: bool = False  # run Python code that comes with a hub model
     dropout: float = 0.0  # overrides every dropout probability of the checkpoint
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: bool = False  # recompute each layer in the backward pass to save memory
     compile: bool = False  # torch.compile of each decoder layer
     added_tokens: list[str] = field(default_factory=list)  # special tokens added to the tokenizer; embeddings grow
-    lora: LoraConfig = field(default_factory=LoraConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)  # low-rank adapters
 
     def __post_init__(self) -> None:
         _fraction("model.dropout", self.dropout)
@@ -208,13 +208,13 @@ class TinyModelConfig(ModelConfig):
     """A small randomly initialised Llama with the tokenizer of this repository."""
 
     _target_: str = "recipes.models.tiny.build"
-    hidden_size: int = 128
-    intermediate_size: int = 512
-    num_layers: int = 2
-    num_heads: int = 4
-    num_kv_heads: int = 4
-    max_positions: int = 2048
-    tie_embeddings: bool = False
+    hidden_size: int = 128  # width of the residual stream
+    intermediate_size: int = 512  # width of the feed-forward layers
+    num_layers: int = 2  # decoder layers
+    num_heads: int = 4  # attention heads a layer
+    num_kv_heads: int = 4  # key and value heads a layer; below num_heads: grouped queries
+    max_positions: int = 2048  # longest sequence
+    tie_embeddings: bool = False  # the head is the embedding
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -232,16 +232,19 @@ class DataConfig:
     """Rows, what is trained of them, and how many positions a row may have."""
 
     path: Any = MISSING  # file, folder, glob, or a list of them, each a string or {path: …, weight: …}
-    format: RowFormat = RowFormat.auto
+    format: RowFormat = RowFormat.auto  # form of the rows
     eval_path: Any = None  # same forms as `path`
     eval_fraction: float = 0.0  # share of the rows of `path` held out for evaluation
     max_length: int = 1024  # positions a Datum; a row of n tokens has n - 1
-    overlong: Overlong = Overlong.error
+    overlong: Overlong = Overlong.error  # what happens to a longer row
     mask: Mask | None = None  # null: assistant for messages, completion for prompt/completion, all for text
     chat_template: str | None = None  # file with a Jinja chat template in place of the tokenizer's
     max_rows: int | None = None  # use the first n rows only
 
     def __post_init__(self) -> None:
+        _paths("data.path", self.path)
+        if self.eval_path is not None:
+            _paths("data.eval_path", self.eval_path)
         _fraction("data.eval_fraction", self.eval_fraction)
         _at_least("data.max_length", self.max_length, 1)
         if self.max_rows is not None:
@@ -254,10 +257,10 @@ class DataConfig:
 class HubDataConfig(DataConfig):
     """A dataset of the Hugging Face hub (or a local folder in its form): `data.path` is its id."""
 
-    subset: str | None = None
-    split: str = "train"
-    eval_split: str | None = None
-    revision: str | None = None
+    subset: str | None = None  # configuration of the dataset
+    split: str = "train"  # rows to train on
+    eval_split: str | None = None  # rows to evaluate on
+    revision: str | None = None  # commit, tag or branch
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -269,10 +272,10 @@ class HubDataConfig(DataConfig):
 class CollateConfig:
     """Layout of a microbatch."""
 
-    layout: Layout = MISSING
+    layout: Layout = MISSING  # the group option sets it
     pad_seq_len_divisible: int | None = None  # round the row length up to a multiple
     max_tokens: int | None = None  # packed only: tokens a microbatch; null: the larger of 4096 and data.max_length
-    packing: Packing = Packing.best_fit  # packed only
+    packing: Packing = Packing.best_fit  # packed only: how Datums are put into rows
 
     def __post_init__(self) -> None:
         if self.pad_seq_len_divisible is not None:
@@ -290,30 +293,30 @@ class CollateConfig:
 class AttentionConfig:
     """Who sees whom in a row, and which implementation computes it."""
 
-    scope: Scope = MISSING
-    backend: Backend = Backend.auto
+    scope: Scope = MISSING  # the group option sets it
+    backend: Backend = Backend.auto  # docs/models.md says which is sound where
 
 
 @dataclass
 class PositionsConfig:
     """Position axes that the model's rotary embedding takes."""
 
-    axes: PositionAxes = MISSING
+    axes: PositionAxes = MISSING  # the group option sets it
 
 
 @dataclass
 class LossConfig:
     """The objective; fields are arguments of the class that `_target_` names."""
 
-    _target_: str = MISSING
-    aggregation: Aggregation = Aggregation.token
+    _target_: str = MISSING  # class of the objective
+    aggregation: Aggregation = Aggregation.token  # what the step's sum is divided by (docs/losses.md)
     max_tokens: int | None = None  # divisor a sequence of aggregation=constant
 
     def __post_init__(self) -> None:
         if (self.aggregation == Aggregation.constant) != (self.max_tokens is not None):
             raise ConfigError(
-                f"loss.aggregation={self.aggregation.name}, loss.max_tokens={self.max_tokens}: max_tokens is the divisor "
-                "a sequence of aggregation=constant; set both or neither"
+                f"loss.aggregation={self.aggregation.name}, loss.max_tokens={self.max_tokens}: max_tokens is the divisor a "
+                "sequence of aggregation=constant; set both or neither"
             )
         if self.max_tokens is not None:
             _at_least("loss.max_tokens", self.max_tokens, 1)
@@ -330,42 +333,44 @@ class CrossEntropyConfig(LossConfig):
 class OptimConfig:
     """AdamW; norms, biases and embeddings are not decayed."""
 
-    lr: float = 1e-5
-    weight_decay: float = 0.0
-    beta1: float = 0.9
-    beta2: float = 0.999
-    eps: float = 1e-8
+    lr: float = 1e-5  # highest learning rate; the scheduler multiplies it
+    weight_decay: float = 0.0  # decoupled, multiplied by the learning rate
+    beta1: float = 0.9  # decay of the first moment
+    beta2: float = 0.999  # decay of the second moment
+    eps: float = 1e-8  # added to the denominator
 
     def __post_init__(self) -> None:
-        if not 0 < self.lr < float("inf"):
-            raise ConfigError(f"optim.lr={self.lr}: accepted are finite numbers above 0")
-        if self.weight_decay < 0:
-            raise ConfigError(f"optim.weight_decay={self.weight_decay}: accepted are numbers from 0")
-        for name in ("beta1", "beta2"):
-            _fraction(f"optim.{name}", getattr(self, name))
-        if self.eps <= 0:
-            raise ConfigError(f"optim.eps={self.eps}: accepted are numbers above 0")
+        _above_zero("optim.lr", self.lr)
+        _from_zero("optim.weight_decay", self.weight_decay)
+        _fraction("optim.beta1", self.beta1)
+        _fraction("optim.beta2", self.beta2)
+        _above_zero("optim.eps", self.eps)
 
 
 @dataclass
 class SchedulerConfig:
     """Learning rate over optimizer steps, as a multiple of `optim.lr`; `name` is the group option."""
 
-    name: str = MISSING
+    name: str = MISSING  # the group option sets it
     warmup_steps: int = 0  # optimizer steps from 0 to the full rate
 
     def __post_init__(self) -> None:
+        self._check_name("constant")
         _at_least("scheduler.warmup_steps", self.warmup_steps, 0)
+
+    def _check_name(self, *options: str) -> None:
+        _one_of("scheduler.name", self.name, options, "choose another schedule by scheduler=<name>")
 
 
 @dataclass
 class DecayingSchedulerConfig(SchedulerConfig):
     """Linear or cosine decay to `min_ratio` at the last step."""
 
-    min_ratio: float = 0.0
+    min_ratio: float = 0.0  # rate at the last step, as a share of optim.lr
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        self._check_name("linear", "cosine")
+        _at_least("scheduler.warmup_steps", self.warmup_steps, 0)
         _fraction("scheduler.min_ratio", self.min_ratio, closed=True)
 
 
@@ -373,10 +378,12 @@ class DecayingSchedulerConfig(SchedulerConfig):
 class WSDSchedulerConfig(DecayingSchedulerConfig):
     """Warm-up, stable, decay: constant until the last `decay_fraction` of the steps, then linear."""
 
-    decay_fraction: float = 0.2
+    decay_fraction: float = 0.2  # share of the run's steps that decay
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        self._check_name("wsd")
+        _at_least("scheduler.warmup_steps", self.warmup_steps, 0)
+        _fraction("scheduler.min_ratio", self.min_ratio, closed=True)
         _fraction("scheduler.decay_fraction", self.decay_fraction, closed=True)
 
 
@@ -386,23 +393,27 @@ class TrainConfig:
 
     max_steps: int | None = None  # optimizer steps; null: `epochs` decides
     epochs: int = 1  # passes over the data, concatenated; only the run's last step may be smaller
-    seed: int = 0
+    seed: int = 0  # of the data order, the initial weights, dropout and sampling
     global_batch_size: int = 32  # Datums an optimizer step, over all ranks
     microbatch_size: int | None = None  # padded only: Datums a forward; null: a rank's whole share of the step
     grad_clip: float = 1.0  # largest gradient norm; 0: off
-    precision: Precision = Precision.fp32
-    non_finite: NonFinite = NonFinite.stop
+    precision: Precision = Precision.fp32  # of the computation (autocast); parameters keep model.dtype
+    non_finite: NonFinite = NonFinite.stop  # on a loss or gradient that is not finite
     trace: bool = False  # print the first microbatch token by token; find the operation that makes a gradient NaN
 
     def __post_init__(self) -> None:
         if self.max_steps is not None:
             _at_least("train.max_steps", self.max_steps, 1)
         _at_least("train.epochs", self.epochs, 1)
+        if self.max_steps is not None and self.epochs != 1:
+            raise ConfigError(
+                f"train.epochs={self.epochs} with train.max_steps={self.max_steps}: max_steps alone decides the length; "
+                "give train.max_steps=null to train for whole epochs"
+            )
         _at_least("train.global_batch_size", self.global_batch_size, 1)
         if self.microbatch_size is not None:
             _at_least("train.microbatch_size", self.microbatch_size, 1)
-        if not 0 <= self.grad_clip < float("inf"):
-            raise ConfigError(f"train.grad_clip={self.grad_clip}: accepted are numbers from 0 (0 turns clipping off)")
+        _from_zero("train.grad_clip", self.grad_clip)
 
 
 @dataclass
@@ -442,17 +453,24 @@ class CheckpointConfig:
 class LoggerConfig:
     """Trackers beside metrics.jsonl, which is always written; `name` is the group option."""
 
-    name: str = MISSING
+    name: str = MISSING  # the group option sets it
+
+    def __post_init__(self) -> None:
+        _one_of("logger.name", self.name, ("none", "tensorboard"), "choose another tracker by logger=<name>")
 
 
 @dataclass
 class WandbConfig(LoggerConfig):
     """Weights & Biases."""
 
-    project: str = "recipes"
-    run_name: str | None = None
-    entity: str | None = None
+    project: str = "recipes"  # project that the run appears in
+    run_name: str | None = None  # null: made up by the service
+    entity: str | None = None  # user or team; null: the account's default
     mode: str = "online"  # online, offline, disabled
+
+    def __post_init__(self) -> None:
+        _one_of("logger.name", self.name, ("wandb",), "choose another tracker by logger=<name>")
+        _one_of("logger.mode", self.mode, ("online", "offline", "disabled"))
 
 
 @dataclass
@@ -471,28 +489,28 @@ class ObjectiveConfig:
     """The number by which runs are compared and the best checkpoint is chosen."""
 
     metric: str | None = None  # null: eval/loss where the run evaluates, else train/loss
-    direction: Direction = Direction.min
-    which: Which = Which.last
+    direction: Direction = Direction.min  # whether smaller or larger is better
+    which: Which = Which.last  # the value of the last step, or the best one
 
 
 @dataclass
 class SFTConfig:
     """Supervised fine-tuning: `python -m recipes.sft`."""
 
-    model: ModelConfig = MISSING
-    data: DataConfig = MISSING
-    collate: CollateConfig = MISSING
-    attention: AttentionConfig = MISSING
-    positions: PositionsConfig = MISSING
-    loss: LossConfig = MISSING
-    optim: OptimConfig = MISSING
-    scheduler: SchedulerConfig = MISSING
-    train: TrainConfig = MISSING
-    eval: EvalConfig = MISSING
-    checkpoint: CheckpointConfig = MISSING
-    logger: LoggerConfig = MISSING
-    launch: LaunchConfig = field(default_factory=LaunchConfig)
-    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    model: ModelConfig = MISSING  # model=tiny|hf|smollm2
+    data: DataConfig = MISSING  # data=demo|files|hub
+    collate: CollateConfig = MISSING  # collate=padded|packed
+    attention: AttentionConfig = MISSING  # attention=per_document|xdoc
+    positions: PositionsConfig = MISSING  # positions=rope|mrope
+    loss: LossConfig = MISSING  # loss=cross_entropy
+    optim: OptimConfig = MISSING  # optim=adamw
+    scheduler: SchedulerConfig = MISSING  # scheduler=constant|linear|cosine|wsd
+    train: TrainConfig = MISSING  # train=default
+    eval: EvalConfig = MISSING  # eval=default
+    checkpoint: CheckpointConfig = MISSING  # checkpoint=default
+    logger: LoggerConfig = MISSING  # logger=none|tensorboard|wandb
+    launch: LaunchConfig = field(default_factory=LaunchConfig)  # processes
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)  # what runs are compared by
     allow_targets: list[str] = field(default_factory=list)  # further module prefixes that a _target_ may name
     extras: dict[str, Any] = field(default_factory=dict)  # free notes: saved with the run, affect nothing
 
@@ -500,19 +518,19 @@ class SFTConfig:
         packed = self.collate.layout == Layout.packed
         if packed and self.train.microbatch_size is not None:
             raise ConfigError(
-                f"train.microbatch_size={self.train.microbatch_size} with collate=packed: packed microbatches are sized "
-                "by collate.max_tokens"
+                f"train.microbatch_size={self.train.microbatch_size} with collate=packed: packed microbatches are sized by "
+                "collate.max_tokens"
             )
         if packed and self.collate.max_tokens is not None and self.data.max_length > self.collate.max_tokens:
             raise ConfigError(
-                f"data.max_length={self.data.max_length} is above collate.max_tokens={self.collate.max_tokens}: a Datum "
-                "is never cut between microbatches; raise the budget or lower the length"
+                f"data.max_length={self.data.max_length} is above collate.max_tokens={self.collate.max_tokens}: a Datum is "
+                "never cut between microbatches; raise the budget or lower the length"
             )
         if self.attention.scope == Scope.xdoc and not packed:
             raise ConfigError("attention=xdoc with collate=padded: documents share a row only with collate=packed")
 
 
-# --------------------------------------------------------------------------------------------------------------- helpers
+# ------------------------------------------------------------------------------------------------------------- helpers
 
 
 def _at_least(key: str, value: int, low: int) -> None:
@@ -520,47 +538,36 @@ def _at_least(key: str, value: int, low: int) -> None:
         raise ConfigError(f"{key}={value}: accepted are whole numbers from {low}")
 
 
+def _above_zero(key: str, value: float) -> None:
+    if not 0 < value < inf:
+        raise ConfigError(f"{key}={value}: accepted are finite numbers above 0")
+
+
+def _from_zero(key: str, value: float) -> None:
+    if not 0 <= value < inf:
+        raise ConfigError(f"{key}={value}: accepted are finite numbers from 0")
+
+
 def _fraction(key: str, value: float, *, closed: bool = False) -> None:
     if not (0 <= value < 1 or (closed and value == 1)):
         raise ConfigError(f"{key}={value}: accepted are numbers from 0 to 1{'' if closed else ' (1 excluded)'}")
 
 
-def _register_resolvers() -> None:
-    """`${rank_tag:}` sets a rank's log file apart (empty on rank 0), `${rank_level:}` keeps other ranks off the screen."""
-    rank = os.environ.get("RANK", "0")
-    OmegaConf.register_new_resolver("rank_tag", lambda: "" if rank == "0" else f"-rank{rank}", replace=True)
-    OmegaConf.register_new_resolver("rank_level", lambda: "INFO" if rank == "0" else "ERROR", replace=True)
+def _one_of(key: str, value: str, options: tuple[str, ...], otherwise: str | None = None) -> None:
+    if value != MISSING and value not in options:
+        accepted = f"accepted {'is' if len(options) == 1 else 'are'} {', '.join(options)}"
+        raise ConfigError(f"{key}={value}: {accepted}{f' ({otherwise})' if otherwise else ''}")
 
 
-def _register() -> None:
-    """Give Hydra the classes under `<group>/<name>_schema`, which the yaml files extend."""
-    store = ConfigStore.instance()
-    for group, name, node in [
-        (None, "sft_schema", SFTConfig),
-        ("model", "tiny_schema", TinyModelConfig),
-        ("model", "hf_schema", HFModelConfig),
-        ("model", "smollm2_schema", SmolLM2Config),
-        ("data", "files_schema", DataConfig),
-        ("data", "hub_schema", HubDataConfig),
-        ("collate", "collate_schema", CollateConfig),
-        ("attention", "attention_schema", AttentionConfig),
-        ("positions", "positions_schema", PositionsConfig),
-        ("loss", "cross_entropy_schema", CrossEntropyConfig),
-        ("optim", "adamw_schema", OptimConfig),
-        ("scheduler", "constant_schema", SchedulerConfig),
-        ("scheduler", "decaying_schema", DecayingSchedulerConfig),
-        ("scheduler", "wsd_schema", WSDSchedulerConfig),
-        ("train", "train_schema", TrainConfig),
-        ("eval", "eval_schema", EvalConfig),
-        ("checkpoint", "checkpoint_schema", CheckpointConfig),
-        ("logger", "logger_schema", LoggerConfig),
-        ("logger", "wandb_schema", WandbConfig),
-    ]:
-        typed = OmegaConf.structured(node)
-        if "extras" in typed:
-            OmegaConf.set_struct(typed.extras, False)  # `extras.anything=1` works without a `+`
-        store.store(group=group, name=name, node=typed)
-
-
-_register()
-_register_resolvers()
+def _paths(key: str, value: Any) -> None:
+    """A path is a string, or a non-empty list of strings and of mappings {path, weight} with a positive weight."""
+    for entry in value if isinstance(value, list) and value else [value]:
+        if isinstance(entry, str) and entry:
+            continue
+        weight = entry.get("weight", 1) if isinstance(entry, dict) and isinstance(value, list) else None
+        is_positive = isinstance(weight, int | float) and not isinstance(weight, bool) and 0 < weight < inf
+        if not is_positive or not isinstance(entry.get("path"), str) or not entry.keys() <= {"path", "weight"}:
+            raise ConfigError(
+                f"{key}={value!r}: accepted are a path, or a list like [a.jsonl,{{path: b.jsonl, weight: 0.5}}] with weights "
+                "above 0"
+            )
