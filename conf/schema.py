@@ -315,8 +315,8 @@ class LossConfig:
     def __post_init__(self) -> None:
         if (self.aggregation == Aggregation.constant) != (self.max_tokens is not None):
             raise ConfigError(
-                f"loss.aggregation={self.aggregation.name}, loss.max_tokens={self.max_tokens}: max_tokens is the divisor a "
-                "sequence of aggregation=constant; set both or neither"
+                f"loss.aggregation={self.aggregation.name}, loss.max_tokens={self.max_tokens}: max_tokens is the "
+                "divisor a sequence of aggregation=constant; set both or neither"
             )
         if self.max_tokens is not None:
             _at_least("loss.max_tokens", self.max_tokens, 1)
@@ -407,8 +407,8 @@ class TrainConfig:
         _at_least("train.epochs", self.epochs, 1)
         if self.max_steps is not None and self.epochs != 1:
             raise ConfigError(
-                f"train.epochs={self.epochs} with train.max_steps={self.max_steps}: max_steps alone decides the length; "
-                "give train.max_steps=null to train for whole epochs"
+                f"train.epochs={self.epochs} with train.max_steps={self.max_steps}: max_steps alone decides the "
+                "length; give train.max_steps=null to train for whole epochs"
             )
         _at_least("train.global_batch_size", self.global_batch_size, 1)
         if self.microbatch_size is not None:
@@ -518,13 +518,13 @@ class SFTConfig:
         packed = self.collate.layout == Layout.packed
         if packed and self.train.microbatch_size is not None:
             raise ConfigError(
-                f"train.microbatch_size={self.train.microbatch_size} with collate=packed: packed microbatches are sized by "
-                "collate.max_tokens"
+                f"train.microbatch_size={self.train.microbatch_size} with collate=packed: packed microbatches are "
+                "sized by collate.max_tokens"
             )
         if packed and self.collate.max_tokens is not None and self.data.max_length > self.collate.max_tokens:
             raise ConfigError(
-                f"data.max_length={self.data.max_length} is above collate.max_tokens={self.collate.max_tokens}: a Datum is "
-                "never cut between microbatches; raise the budget or lower the length"
+                f"data.max_length={self.data.max_length} is above collate.max_tokens={self.collate.max_tokens}: a Datum "
+                "is never cut between microbatches; raise the budget or lower the length"
             )
         if self.attention.scope == Scope.xdoc and not packed:
             raise ConfigError("attention=xdoc with collate=padded: documents share a row only with collate=packed")
@@ -568,6 +568,6 @@ def _paths(key: str, value: Any) -> None:
         is_positive = isinstance(weight, int | float) and not isinstance(weight, bool) and 0 < weight < inf
         if not is_positive or not isinstance(entry.get("path"), str) or not entry.keys() <= {"path", "weight"}:
             raise ConfigError(
-                f"{key}={value!r}: accepted are a path, or a list like [a.jsonl,{{path: b.jsonl, weight: 0.5}}] with weights "
-                "above 0"
+                f"{key}={value!r}: accepted are a path, or a list like [a.jsonl,{{path: b.jsonl, weight: 0.5}}] with "
+                "weights above 0"
             )

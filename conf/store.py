@@ -1,0 +1,48 @@
+"""What the yaml files refer to: the option classes under `<group>/<name>_schema`, and two interpolations."""
+
+import os
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import OmegaConf
+
+from conf import schema
+
+
+def register() -> None:
+    """Give Hydra the option classes, and OmegaConf `${rank_tag:}` and `${rank_level:}`.
+
+    `rank_tag` sets a rank's log file apart (empty on rank 0, `-rank3` on rank 3); `rank_level` is the level of what
+    reaches the screen, where rank 0 alone is heard below ERROR.
+    """
+    OmegaConf.register_new_resolver("rank_tag", lambda: f"-rank{_rank()}" if _rank() else "", replace=True)
+    OmegaConf.register_new_resolver("rank_level", lambda: "ERROR" if _rank() else "INFO", replace=True)
+    store = ConfigStore.instance()
+    for group, name, node in [
+        (None, "sft_schema", schema.SFTConfig),
+        ("model", "tiny_schema", schema.TinyModelConfig),
+        ("model", "hf_schema", schema.HFModelConfig),
+        ("model", "smollm2_schema", schema.SmolLM2Config),
+        ("data", "files_schema", schema.DataConfig),
+        ("data", "hub_schema", schema.HubDataConfig),
+        ("collate", "collate_schema", schema.CollateConfig),
+        ("attention", "attention_schema", schema.AttentionConfig),
+        ("positions", "positions_schema", schema.PositionsConfig),
+        ("loss", "cross_entropy_schema", schema.CrossEntropyConfig),
+        ("optim", "adamw_schema", schema.OptimConfig),
+        ("scheduler", "constant_schema", schema.SchedulerConfig),
+        ("scheduler", "decaying_schema", schema.DecayingSchedulerConfig),
+        ("scheduler", "wsd_schema", schema.WSDSchedulerConfig),
+        ("train", "train_schema", schema.TrainConfig),
+        ("eval", "eval_schema", schema.EvalConfig),
+        ("checkpoint", "checkpoint_schema", schema.CheckpointConfig),
+        ("logger", "logger_schema", schema.LoggerConfig),
+        ("logger", "wandb_schema", schema.WandbConfig),
+    ]:
+        typed = OmegaConf.structured(node)
+        if "extras" in typed:
+            OmegaConf.set_struct(typed.extras, False)  # the free-form place: `extras.anything=1` needs no `+`
+        store.store(group=group, name=name, node=typed)
+
+
+def _rank() -> int:
+    return int(os.environ.get("RANK", "0"))
