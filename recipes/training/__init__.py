@@ -1,0 +1,1 @@
+"""The training loop's pieces: step, schedule, evaluation, checkpoints, the record of a run."""

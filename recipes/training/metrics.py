@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ class MetricsFile:
         if path.exists():
             aside = path.with_suffix(".jsonl.tmp")
             aside.write_text("".join(_line(row) for row in self.kept))
-            os.replace(aside, path)
+            aside.replace(path)
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Write one object and flush it."""

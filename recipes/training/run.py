@@ -5,7 +5,6 @@ Not a trainer: a recipe's loop calls it, and it never calls the loop.
 
 import json
 import logging
-import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -164,4 +163,4 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write a JSON file by temporary name and rename."""
     aside = path.with_name(f".{path.name}.tmp")
     aside.write_text(json.dumps(content, indent=1) + "\n")
-    os.replace(aside, path)
+    aside.replace(path)

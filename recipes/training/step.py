@@ -1,7 +1,7 @@
 """One optimizer step: microbatches -> forward -> loss sums -> one denominator -> backward -> clip -> update.
 
 Everything that the loss is divided by is counted over the whole step, all microbatches and all ranks, before the first
-forward. So the loss and the gradient do not depend on how the step's sequences are laid out or split (promises 1 and 3).
+forward. So neither loss nor gradient depends on how the step's sequences are laid out or split.
 """
 
 import math

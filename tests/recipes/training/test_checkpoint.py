@@ -1,7 +1,6 @@
 """Checkpoints are whole or absent."""
 
 import json
-import os
 import shutil
 from pathlib import Path
 
@@ -172,7 +171,7 @@ def test_publishing_over_a_complete_folder_replaces_it(tmp_path: Path) -> None:
         aside.mkdir()
         (aside / "file").write_text(text)
         checkpoint.publish(aside, tmp_path / "final")
-    assert os.listdir(tmp_path) == ["final"]
+    assert [path.name for path in tmp_path.iterdir()] == ["final"]
     assert (tmp_path / "final/file").read_text() == "two"
 
 
