@@ -523,8 +523,8 @@ class SFTConfig:
             )
         if packed and self.collate.max_tokens is not None and self.data.max_length > self.collate.max_tokens:
             raise ConfigError(
-                f"data.max_length={self.data.max_length} is above collate.max_tokens={self.collate.max_tokens}: a Datum "
-                "is never cut between microbatches; raise the budget or lower the length"
+                f"data.max_length={self.data.max_length} is above collate.max_tokens={self.collate.max_tokens}: a "
+                "Datum is never cut between microbatches; raise the budget or lower the length"
             )
         if self.attention.scope == Scope.xdoc and not packed:
             raise ConfigError("attention=xdoc with collate=padded: documents share a row only with collate=packed")

@@ -1,0 +1,299 @@
+"""From the command line to a checked configuration, before anything is written or torch is imported.
+
+Hydra parses and composes; this module decides what may be written and turns every refusal into one `ConfigError` that
+names the key, what is accepted and the nearest valid name.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml
+from hydra import version
+from hydra._internal.callbacks import Callbacks
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra._internal.hydra import Hydra
+from hydra._internal.utils import create_automatic_config_search_path, get_args_parser
+from hydra.core.config_search_path import SearchPathQuery
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, OverrideType
+from hydra.core.utils import run_job
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra.types import HydraContext, RunMode
+from omegaconf import DictConfig, open_dict, read_write
+from omegaconf.errors import OmegaConfBaseException
+
+from conf.closed import ConfigError, describe_error, field_keys, nearest, to_config, unknown_key
+
+__all__ = ["CommandLine", "Composed"]
+
+
+@dataclass
+class Composed:
+    """A configuration that passed every check.
+
+    Attributes:
+        config: The recipe's dataclass.
+        cfg: What Hydra composed, its own node included.
+        run_dir: `hydra.run.dir`, absolute, interpolations resolved.
+    """
+
+    config: Any
+    cfg: DictConfig
+    run_dir: Path
+
+
+class CommandLine:
+    """One invocation of a recipe.
+
+    Args:
+        name: The recipe, which is also the name of its primary configuration.
+        argv: Arguments without the program's name. Flags and overrides may be mixed in any order.
+
+    Raises:
+        ConfigError: A flag or an override is malformed, or asks for what is not offered.
+    """
+
+    def __init__(self, name: str, argv: Sequence[str]):
+        version.setbase("1.3")
+        self.parser = get_args_parser()
+        self.parser.error = _refuse  # type: ignore[method-assign]  # argparse would print its usage and exit
+        self.args = self.parser.parse_intermixed_args(list(argv))
+        self.name = self.args.config_name or name
+        if self.args.config_path is not None:
+            raise ConfigError("--config-path is not offered: add files of your own with --config-dir=<folder>")
+        if self.args.experimental_rerun is not None:
+            raise ConfigError(
+                "--experimental-rerun is not offered: give the lines of .hydra/overrides.yaml as overrides"
+            )
+        shows = [self.args.cfg, self.args.info, self.args.shell_completion, self.args.multirun, self.args.run]
+        if sum(bool(flag) for flag in shows) > 1:
+            raise ConfigError("only one of --run, --multirun, --cfg, --info and --shell-completion can be given")
+        if self.args.resolve and not (self.args.cfg or self.args.help):
+            raise ConfigError("--resolve belongs to --cfg")
+        self.hydra = self._open(name)
+
+    @property
+    def shows_only(self) -> bool:
+        """Whether the flags ask to print something and run nothing."""
+        args = self.args
+        return bool(args.help or args.hydra_help or args.cfg or args.info or args.shell_completion)
+
+    def show(self) -> None:
+        """Print what the flags ask for.
+
+        Raises:
+            ConfigError: What would be shown is wrong.
+        """
+        args, overrides = self.args, self.args.overrides
+        if args.hydra_help:
+            self.hydra.hydra_help(config_name=self.name, args_parser=self.parser, args=args)
+        elif args.shell_completion:
+            _translated(lambda: self.hydra.shell_completion(self.name, overrides), overrides)
+        else:
+            self.compose(overrides)
+            if args.help:
+                self.hydra.app_help(config_name=self.name, args_parser=self.parser, args=args)
+            elif args.info:
+                self.hydra.show_info(args.info, config_name=self.name, overrides=overrides)
+            else:
+                _translated(
+                    lambda: self.hydra.show_cfg(self.name, overrides, args.cfg, args.package, resolve=args.resolve),
+                    overrides,
+                )
+
+    def compose(self, overrides: Sequence[str]) -> Composed:
+        """Compose one run's configuration and check all of it.
+
+        Args:
+            overrides: `key=value` strings without sweeps.
+
+        Raises:
+            ConfigError: Naming the first thing that is wrong.
+        """
+        self._check_prefixes(self._parse(overrides), RunMode.RUN)
+        return self._typed(self._compose(overrides, RunMode.RUN))
+
+    def is_sweep(self) -> bool:
+        """Whether the flags or the configuration ask for a sweep.
+
+        Raises:
+            ConfigError: An override is malformed.
+        """
+        if self.args.multirun:
+            return True
+        self._parse(self.args.overrides)
+        return bool(self.hydra.get_mode(self.name, self.args.overrides) == RunMode.MULTIRUN)
+
+    def start(self, composed: Composed, config_subdir: str | None, task: Callable[[DictConfig], None]) -> None:
+        """Let Hydra set up logging, save the configuration in the run folder, and call `task`.
+
+        Args:
+            composed: The configuration of this run.
+            config_subdir: Where it is saved, relative to the run folder; None saves nothing.
+            task: Called with the configuration, without Hydra's node.
+
+        Raises:
+            Exception: Whatever `task` raises.
+        """
+        cfg = composed.cfg
+        with read_write(cfg.hydra):
+            cfg.hydra.mode = RunMode.RUN
+            cfg.hydra.output_subdir = config_subdir
+        callbacks = Callbacks(cfg)
+        callbacks.on_run_start(config=cfg, config_name=self.name)
+        context = HydraContext(config_loader=self.hydra.config_loader, callbacks=callbacks)
+        ended = run_job(task, cfg, "hydra.run.dir", None, context)
+        callbacks.on_run_end(config=cfg, config_name=self.name, job_return=ended)
+        _ = ended.return_value  # raises what the task raised
+
+    def check_sweep(self) -> None:
+        """Check every job of a sweep before the first one runs.
+
+        With Hydra's basic sweeper the jobs are known beforehand. Another sweeper draws them one by one, and each is
+        then checked as it starts.
+
+        Raises:
+            ConfigError: Naming the job's overrides where one of several is wrong.
+        """
+        overrides = [*self.args.overrides, "hydra.mode=MULTIRUN"]
+        parsed = self._parse(overrides)
+        self._check_prefixes(parsed, RunMode.MULTIRUN)
+        hydra: DictConfig = self._compose(overrides, RunMode.MULTIRUN).hydra
+        if not str(hydra.sweeper._target_).endswith(".BasicSweeper"):
+            return
+        params = [f"{key}={value}" for key, value in (hydra.sweeper.params or {}).items()]
+        task = [override for override in parsed if not override.is_hydra_override()]
+        fixed = [str(o.input_line) for o in parsed if o.is_hydra_override() and o.key_or_group != "hydra.mode"]
+        batches = _translated(lambda: BasicSweeper.split_arguments(self._parse(params) + task, None), overrides)
+        for job in batches[0]:
+            try:
+                self.compose([*fixed, *job, "hydra.mode=RUN"])
+            except ConfigError as error:
+                swept = f" (job {' '.join(job)})" if len(batches[0]) > 1 else ""
+                raise ConfigError(f"{error}{swept}") from error
+
+    def _open(self, name: str) -> Hydra:
+        search_path = create_automatic_config_search_path(None, None, "pkg://conf")
+        if self.args.config_dir is not None:
+            folder = Path(self.args.config_dir).absolute()
+            if not folder.is_dir():
+                raise ConfigError(f"--config-dir={self.args.config_dir}: {folder} is not a folder")
+            search_path.prepend("command-line", f"file://{folder}", anchor=SearchPathQuery(provider="schema"))
+        GlobalHydra.instance().clear()
+        return Hydra.create_main_hydra2(task_name=name, config_search_path=search_path)
+
+    def _parse(self, overrides: Sequence[str]) -> list[Override]:
+        parser = OverridesParser.create(config_loader=self.hydra.config_loader)
+        parsed = []
+        for override in overrides:
+            try:
+                parsed += parser.parse_overrides([override])
+            except OverrideParseException as error:
+                raise ConfigError(
+                    f"malformed override {override!r}: accepted are key=value and group=option; a value with spaces or "
+                    f"special characters wants quotes, 'key=\"a b\"' ({str(error.__cause__ or error).splitlines()[0]})"
+                ) from error
+            if not parsed[-1].key_or_group:
+                raise ConfigError(f"malformed override {override!r}: accepted are key=value and group=option")
+        return parsed
+
+    def _check_prefixes(self, overrides: Sequence[Override], mode: RunMode) -> None:
+        """Refuse `+key`, `++key` and `~key`, several values outside a sweep, and a group set to what is no option."""
+        groups = [group for group in self.hydra.config_loader.list_groups("") if group != "hydra"]
+        for override in overrides:
+            key, line = override.key_or_group, override.input_line
+            if override.is_sweep_override():
+                if mode == RunMode.RUN:
+                    raise ConfigError(
+                        f"{line} has several values: sweep over them with -m, or write one value (a list as {key}=[a,b], "
+                        f"a text with a comma as '{key}=\"a,b\"')"
+                    )
+            elif key in groups and not isinstance(override.value(), str | list | dict):
+                raise ConfigError(f"{line}: {self._group_options(key)}; leave {key} out for its default")
+        prefixed = [o for o in overrides if o.type != OverrideType.CHANGE and not o.is_hydra_override()]
+        if not prefixed:
+            return
+        plain = [str(o.input_line) for o in overrides if o not in prefixed]
+        known = {*groups, *field_keys(self._without_hydra(self._compose(plain, mode)))}
+        for override in prefixed:
+            key, line = override.key_or_group, str(override.input_line)
+            if key not in known and key.partition(".")[0] != "extras":
+                raise ConfigError(unknown_key(key, known))
+            if override.is_delete():
+                raise ConfigError(f"{line}: an option cannot be removed; give it another value, {key}=<value>")
+            raise ConfigError(f"{line}: keys are never added; write {line.lstrip('+')}")
+
+    def _compose(self, overrides: Sequence[str], mode: RunMode) -> DictConfig:
+        return _translated(
+            lambda: self.hydra.compose_config(
+                config_name=self.name, overrides=list(overrides), run_mode=mode, with_log_configuration=False
+            ),
+            overrides,
+            self._group_options,
+        )
+
+    def _typed(self, cfg: DictConfig) -> Composed:
+        hydra = cfg.hydra
+        try:
+            run_dir = Path(hydra.run.dir).absolute()
+            with read_write(hydra):
+                hydra.runtime.output_dir = str(run_dir)
+        except OmegaConfBaseException as error:
+            raise ConfigError(describe_error(error)) from error
+        HydraConfig.instance().set_config(cfg)  # for values that refer to ${hydra:…}
+        try:
+            config = to_config(self._without_hydra(cfg))
+        finally:
+            HydraConfig.instance().cfg = None
+        return Composed(config=config, cfg=cfg, run_dir=run_dir)
+
+    @staticmethod
+    def _without_hydra(cfg: DictConfig) -> DictConfig:
+        task = cfg.copy()
+        with read_write(task), open_dict(task):
+            del task["hydra"]
+        return task
+
+    def _group_options(self, group: str) -> str:
+        options = [name for name in self.hydra.config_loader.get_group_options(group) if not name.endswith("_schema")]
+        return f"the options of {group} are {', '.join(options)}"
+
+
+def _translated(
+    call: Callable[[], Any], overrides: Sequence[str], group_options: Callable[[str], str] | None = None
+) -> Any:
+    """The result of a call to Hydra, its refusals as `ConfigError`."""
+    try:
+        return call()
+    except ConfigError:
+        raise
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
+        raise ConfigError(_explain(error, overrides, group_options)) from error
+
+
+def _explain(error: Exception, overrides: Sequence[str], group_options: Callable[[str], str] | None) -> str:
+    message = str(error).strip()
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file and "'" in message:
+        missing = message.rsplit("Could not find '", 1)[-1].partition("'")[0]
+        group, _, option = missing.rpartition("/")
+        if group and group_options is not None:
+            accepted = group_options(group)
+            near = nearest(option, accepted.partition(" are ")[2].split(", "))
+            return f"{group} has no option {option}{f', did you mean {near}?' if near else ''}; {accepted}"
+        return message.splitlines()[0]
+    where = message.partition(": ")[0] if message.startswith("In '") else ""
+    cause: BaseException | None = error
+    while cause is not None and not (isinstance(cause, OmegaConfBaseException) and cause.full_key is not None):
+        cause = cause.__cause__ or cause.__context__
+    if isinstance(cause, OmegaConfBaseException):
+        said = describe_error(cause)
+        return f"{said} ({where.replace('In ', 'in ', 1)})" if where else said
+    return " ".join(line.strip() for line in message.splitlines()[:4])
+
+
+def _refuse(message: str) -> NoReturn:
+    raise ConfigError(message)
