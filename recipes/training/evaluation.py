@@ -5,12 +5,12 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from datum.encode import DatumSet
-from datum.packing import plan_microbatches
 from torch import Tensor, nn
 
-from conf.schema import CollateConfig, EvalConfig, Layout, Scope
+from conf.schema import EvalConfig, Layout, Scope, SFTConfig
 from datum import collate_datums
+from datum.packing import plan_microbatches
+from datum.sources import DatumSet
 from recipes.losses.aggregate import (
     StepCounts,
     count_batch,
@@ -21,7 +21,9 @@ from recipes.losses.aggregate import (
 )
 from recipes.losses.loss import Loss
 from recipes.models.build import LanguageModel
+from recipes.runtime.build import locate
 from recipes.training.answers import Answer, Question, Score, answer_questions
+from recipes.training.data import Data, token_budget
 from recipes.training.ranks import rank_and_world, sum_over_ranks
 
 log = logging.getLogger(__name__)
@@ -31,12 +33,13 @@ class Evaluation:
     """Held-out rows, ready to be evaluated at any step.
 
     Args:
-        language_model: Model and tokenizer, unwrapped.
+        language_model: Model and tokenizer.
         heldout: Held-out Datums.
-        questions: Held-out prompts with expected answers; may be empty.
+        plan: Indices of each of this rank's batches.
+        questions: This rank's prompts with expected answers.
         loss: The training loss.
         config: Batch size, lengths, samples shown.
-        collate: Layout of training.
+        is_packed: Layout of the batches.
         score: Judges a completion.
     """
 
@@ -44,61 +47,82 @@ class Evaluation:
         self,
         language_model: LanguageModel,
         heldout: DatumSet,
+        plan: list[list[int]],
         questions: list[Question],
         loss: Loss,
         config: EvalConfig,
-        collate: CollateConfig,
-        max_tokens: int | None,
-        scope: Scope,
+        *,
+        is_packed: bool,
         score: Score,
     ):
         self.language_model = language_model
+        self.heldout = heldout
+        self.plan = plan
+        self.questions = questions
         self.loss = loss
         self.config = config
+        self.is_packed = is_packed
         self.score = score
-        self.heldout = heldout
-        self.is_packed = collate.layout == Layout.packed
-        rank, world_size = rank_and_world()
-        self.questions = questions[rank::world_size]
-        plan = plan_microbatches(
-            heldout.lengths.tolist(),
-            world_size=world_size,
-            microbatch_size=None if self.is_packed else config.batch_size,
-            max_tokens=max_tokens if self.is_packed else None,
-            packing=collate.packing.value,
-            fixed_rows=scope == Scope.xdoc,
-        )
-        self.plan = [indices for indices in plan[rank] if indices]
-        self.answers: list[Answer] = []  # of the last run, this rank's share
 
-    def run(self) -> dict[str, float]:
-        """Evaluate the model as it is; every rank must call it, and all get the same numbers."""
-        batches = (collate_datums([self.heldout[i] for i in plan], packed=self.is_packed) for plan in self.plan)
+    def is_due(self, step: int, num_steps: int) -> bool:
+        """Whether to evaluate after `step` of `num_steps`; the last step always is."""
+        return step % self.config.every_steps == 0 or step == num_steps
+
+    def run(self, step: int) -> dict[str, float]:
+        """Evaluate the model as it is and log the result; every rank must call it, and all get the same numbers."""
+        batches = (collate_datums([self.heldout[i] for i in indices], packed=self.is_packed) for indices in self.plan)
         row = evaluate_loss(self.language_model.scoring, batches, self.loss)
-        if self.questions:
-            self.answers = answer_questions(
-                self.language_model.model,
-                self.language_model.tokenizer,
-                self.questions,
-                score=self.score,
-                batch_size=self.config.batch_size,
-                max_new_tokens=self.config.max_new_tokens,
-            )
-        sums = torch.tensor([sum(a.score for a in self.answers), len(self.answers)], dtype=torch.float64)
-        right, asked = sum_over_ranks(sums.to(next(self.language_model.model.parameters()).device)).tolist()
-        return row | {"eval/accuracy": right / asked} if asked else row
-
-    def show(self, row: Mapping[str, Any]) -> None:
-        """Log the numbers of a run and a few of its completions."""
-        shown = {"eval/loss": "loss", "eval/token_accuracy": "token accuracy", "eval/accuracy": "answer accuracy"}
-        log.info(
-            "eval at step %d: %s",
-            row["step"],
-            ", ".join(f"{name} {row[key]:.4f}" for key, name in shown.items() if key in row),
+        answers = answer_questions(
+            self.language_model.model,
+            self.language_model.tokenizer,
+            self.questions,
+            score=self.score,
+            batch_size=self.config.batch_size,
+            max_new_tokens=self.config.max_new_tokens,
         )
-        for answer in self.answers[: self.config.show_samples]:
-            mark, end = ("+" if answer.score == 1 else "-"), ("" if answer.is_finished else " (not ended)")
-            log.info("  %s %s -> %s%s", mark, _one_line(answer.prompt), _one_line(answer.text), end)
+        sums = torch.tensor([sum(answer.score for answer in answers), len(answers)], dtype=torch.float64)
+        right, asked = sum_over_ranks(sums.to(self.language_model.model.device)).tolist()
+        if asked:
+            row["eval/accuracy"] = right / asked
+        self._show(step, row, answers)
+        return row
+
+    def _show(self, step: int, row: Mapping[str, float], answers: list[Answer]) -> None:
+        numbers = ", ".join(f"{key.removeprefix('eval/')} {value:.4f}" for key, value in row.items())
+        log.info("eval after step %d: %s", step, numbers or "no held-out token has weight")
+        for answer in answers[: self.config.show_samples]:
+            verdict = f"expected {_one_line(answer.expected)}" if answer.score < 1 else "right"
+            end = "" if answer.is_finished else " (not ended)"
+            log.info("  %s => %s%s   [%s]", _one_line(answer.prompt), _one_line(answer.text), end, verdict)
+
+
+def build_evaluation(config: SFTConfig, data: Data, language_model: LanguageModel, loss: Loss) -> Evaluation | None:
+    """The evaluation that the options ask for; None where `eval.every_steps` is 0 or there are no held-out rows."""
+    if config.eval.every_steps == 0:
+        return None
+    if data.heldout is None:
+        log.warning("nothing is evaluated: there are no held-out rows; give data.eval_path or data.eval_fraction")
+        return None
+    rank, world_size = rank_and_world()
+    is_packed = config.collate.layout == Layout.packed
+    plan = plan_microbatches(
+        data.heldout.lengths.tolist(),
+        world_size=world_size,
+        microbatch_size=None if is_packed else config.eval.batch_size,
+        max_tokens=token_budget(config),
+        packing=config.collate.packing.value,
+        fixed_rows=config.attention.scope == Scope.xdoc,
+    )
+    return Evaluation(
+        language_model,
+        data.heldout,
+        [indices for indices in plan[rank] if indices],
+        data.questions[rank::world_size],
+        loss,
+        config.eval,
+        is_packed=is_packed,
+        score=locate(config.eval.score, config.allow_targets, key="eval.score"),
+    )
 
 
 @torch.no_grad()
@@ -118,7 +142,7 @@ def evaluate_loss(model: nn.Module, batches: Iterable[Mapping[str, Any]], loss: 
     model.eval()
     device = next(model.parameters()).device
     counts = StepCounts()
-    sums = torch.zeros(2, dtype=torch.float64)  # loss terms, weights of the targets that are most likely
+    sums = torch.zeros(2, dtype=torch.float64)  # loss terms; weights of the targets that are most likely
     for batch in batches:
         counts += count_batch(batch)
         batch = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in batch.items()}

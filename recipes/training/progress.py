@@ -4,6 +4,7 @@ import logging
 import sys
 import time
 from collections.abc import Mapping
+from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -49,10 +50,11 @@ class TrainingProgress:
             self.bar.stop()
             self._follow_stdout()
 
-    def update(self, step: int, row: Mapping[str, float | int | None]) -> None:
-        """Show a finished step (from 1) and its metrics row."""
+    def update(self, row: Mapping[str, Any]) -> None:
+        """Show a finished step by its metrics row."""
         if not self.shown:
             return
+        step = row["step"]
         loss, rate = _number(row.get("train/loss")), f"{row.get('perf/tokens_per_s') or 0:,.0f}"
         if self.bar is not None:
             self.bar.update(self.task, completed=step, loss=loss, rate=rate)

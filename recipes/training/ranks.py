@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs
-from torch import Tensor
+from torch import Tensor, nn
 
 from conf.closed import ConfigError
 from conf.schema import Precision
@@ -23,15 +23,12 @@ _OTHER_ENGINES = {
 }
 
 
-def start_accelerator(
-    precision: Precision, num_processes: int | None = None, *, unused_parameters: bool = False
-) -> Accelerator:
+def start_accelerator(precision: Precision, num_processes: int | None = None) -> Accelerator:
     """Join the ranks that the launcher started.
 
     Args:
         precision: Compute precision (autocast); parameters keep their dtype.
         num_processes: Ranks the run must have; None accepts what the launcher started.
-        unused_parameters: A microbatch may leave parameters without gradient (experts of a mixture-of-experts model).
 
     Raises:
         ConfigError: The launcher started another number of ranks than asked for or than Accelerate sees, or set up an
@@ -40,7 +37,8 @@ def start_accelerator(
     for variable, engine in _OTHER_ENGINES.items():
         if os.environ.get(variable, "").lower() in ("1", "true"):
             raise ConfigError(
-                f"the launcher asked Accelerate for {engine}: start plain data-parallel ranks (accelerate launch --multi_gpu, or torchrun)"
+                f"the launcher asked Accelerate for {engine}: start plain data-parallel ranks (torchrun, or accelerate "
+                "launch --multi_gpu)"
             )
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if num_processes is not None and num_processes != started:
@@ -52,11 +50,26 @@ def start_accelerator(
         # Without cpu=True, ranks started on a machine without a GPU each take themselves for the only one.
         cpu=not torch.cuda.is_available(),
         mixed_precision="bf16" if precision == Precision.bf16 else "no",
-        kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=unused_parameters)],
     )
     if accelerator.num_processes != started:
         raise ConfigError(f"the launcher started {started} processes, but Accelerate sees {accelerator.num_processes}")
     return accelerator
+
+
+def prepare_model(model: nn.Module, accelerator: Accelerator, *, unused_parameters: bool = False) -> nn.Module:
+    """Move a model to its device and wrap it for gradient exchange and precision.
+
+    Nothing else is handed to Accelerate: a prepared scheduler would step once a rank, a prepared loader would own the
+    order of the data.
+
+    Args:
+        model: The scoring model.
+        accelerator: Of this process.
+        unused_parameters: A microbatch may leave parameters without gradient (experts of a mixture-of-experts model).
+    """
+    accelerator.ddp_handler = DistributedDataParallelKwargs(find_unused_parameters=unused_parameters)
+    prepared: nn.Module = accelerator.prepare_model(model)
+    return prepared
 
 
 def rank_and_world() -> tuple[int, int]:

@@ -1,162 +1,221 @@
-"""The record of one training run: its state, metrics, checkpoints and objective (design: the run folder).
+"""The record of one training run: its state, metrics, checkpoints and objective, as they lie in the run folder.
 
 Not a trainer: a recipe's loop calls it, and it never calls the loop.
 """
 
 import json
 import logging
+import resource
 import shutil
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch import nn
 
-from conf.schema import CheckpointConfig, Direction, LoggerConfig, ObjectiveConfig, Which
+from conf.schema import CheckpointConfig, Direction, ObjectiveConfig, SFTConfig, Which
+from datum.loader import DatumLoader
+from recipes.models.build import LanguageModel
+from recipes.models.export import export_model
 from recipes.training.checkpoint import (
     RunState,
     discard_later,
     find_resume,
     load_checkpoint,
     prune_checkpoints,
+    publish,
     read_state,
+    require_finite_weights,
     run_folder_of,
     save_checkpoint,
 )
 from recipes.training.environment import describe_environment, environment_changes, plain, require_same_options
 from recipes.training.metrics import MetricsFile, read_metrics
 from recipes.training.ranks import wait_for_ranks
+from recipes.training.step import StepResult
 from recipes.training.trackers import log_metrics, new_tracker_id, start_tracker
 
 log = logging.getLogger(__name__)
 
 
 class Run:
-    """State, metrics and checkpoints of a run.
+    """State, metrics, checkpoints and results of a run.
 
     Args:
-        run_dir: Run folder, shared by all ranks.
-        config: The recipe's typed configuration; its groups checkpoint, logger and objective are used here.
-        model: The model, unwrapped.
+        run_dir: Run folder, shared by all ranks; only the main process writes to it, but for its ranks' checkpoint parts.
+        config: The recipe's typed configuration.
+        language_model: What is trained.
         optimizer: Its AdamW.
-        accelerator: Tells the main process, which alone writes files of the run.
-        default_metric: Objective where the configuration names none.
+        loader: The data cursor.
+        accelerator: Tells the main process and the device.
     """
 
     def __init__(
         self,
         run_dir: Path,
-        config: Any,
-        model: nn.Module,
+        config: SFTConfig,
+        language_model: LanguageModel,
         optimizer: torch.optim.Optimizer,
+        loader: DatumLoader,
         accelerator: Accelerator,
+        *,
         default_metric: str,
     ):
         self.run_dir = run_dir
-        self.config = plain(config)
+        self.config = config
         self.checkpoint: CheckpointConfig = config.checkpoint
-        self.logger: LoggerConfig = config.logger
         self.objective: ObjectiveConfig = config.objective
         self.metric = self.objective.metric or default_metric
-        self.model = model
+        self.language_model = language_model
         self.optimizer = optimizer
+        self.loader = loader
         self.accelerator = accelerator
         self.is_main = accelerator.is_main_process
-        self.state = RunState(config=self.config, environment=describe_environment(accelerator.device))
-        self.candidate: float | None = None  # this step's objective, where it is better than the best checkpoint's
+        self.state = RunState(config=plain(config), environment=describe_environment(accelerator.device))
+        self._candidate: float | None = None  # this step's objective, where it beats the best checkpoint's
+
+    # ------------------------------------------------------------------------------------------------------- beginning
+
+    def is_finished(self) -> bool:
+        """Whether this folder already holds the result of a run of as many steps, and the run was asked to resume it."""
+        rows = read_metrics(self.run_dir / "metrics.jsonl")
+        has_result = (self.run_dir / "objective.json").exists() and (self.run_dir / "final").is_dir()
+        is_done = (
+            self.checkpoint.resume == "auto" and has_result and bool(rows) and rows[-1]["step"] >= self.loader.num_steps
+        )
+        wait_for_ranks()  # nobody cuts the files back before all have looked
+        if is_done:
+            log.info("%s is finished already after %d steps: nothing to do", self.run_dir, rows[-1]["step"])
+        return is_done
 
     def resume(self) -> None:
-        """Continue from the checkpoint that the configuration means, or open an empty record.
+        """Continue from the checkpoint that the configuration means, or open an empty record (`state.step` is then 0).
 
-        Afterwards `state` holds where the run stands; a step of 0 is a fresh start.
+        What the folder holds beyond the resumed step is taken away.
 
         Raises:
             ConfigError: The checkpoint does not fit this model or this configuration.
+            DataError: It does not fit the data.
         """
         source = find_resume(self.checkpoint.resume, self.run_dir)
         if source is not None:
             saved = read_state(source)
-            require_same_options(saved.config, self.config)
-            load_checkpoint(source, self.model, self.optimizer)
+            require_same_options(saved.config, self.state.config)
+            self.loader.load_state_dict(saved.loader)
+            load_checkpoint(source, self.language_model.scoring, self.optimizer)
             if changes := environment_changes(saved.environment, self.state.environment):
-                log.warning("resumed in another environment, not bit for bit: %s", ", ".join(changes))
-            saved.config, saved.environment = self.config, self.state.environment
+                log.warning("resumed in another environment, so not bit for bit: %s", ", ".join(changes))
+            saved.config, saved.environment = self.state.config, self.state.environment
             self.state = saved
-            log.info("resumed from %s (step %d)", source, saved.step)
-        if self.state.tracker_id is None:
-            self.state.tracker_id = new_tracker_id()
+            log.info("resumed from %s, after step %d", source, saved.step)
+        self.state.tracker_id = self.state.tracker_id or new_tracker_id()
         if self.is_main:
             self._cut_back(source)
-        self.tracker = start_tracker(self.logger, self.run_dir, self.state.tracker_id, self.accelerator)
+        self._tracker = start_tracker(self.config.logger, self.run_dir, self.state.tracker_id, self.accelerator)
         wait_for_ranks()
 
     def _cut_back(self, source: Path | None) -> None:
-        """Take away what the run folder holds beyond the resumed step."""
         for name in discard_later(self.run_dir, self.state.step):
-            log.warning("checkpoint %s is incomplete or later than the resumed step: skipped and removed", name)
+            log.warning("checkpoint %s is incomplete, or later than the step resumed from: removed", name)
         (self.run_dir / "objective.json").unlink(missing_ok=True)
         path = self.run_dir / "metrics.jsonl"
         if source is not None and run_folder_of(source) != self.run_dir.resolve():
             history = run_folder_of(source) / "metrics.jsonl"
             if history.exists():
                 shutil.copyfile(history, path)
-        self.metrics = MetricsFile(path, None if source is None else self.state.step)
+        self._metrics = MetricsFile(path, None if source is None else self.state.step)
+
+    # ---------------------------------------------------------------------------------------------------------- a step
+
+    def step_metrics(self, step: int, result: StepResult, *, elapsed_s: float) -> dict[str, Any]:
+        """Count a finished step (from 1) and return its metrics row."""
+        self.state.step = step
+        self.state.skipped += not result.updated
+        return {
+            "step": step,
+            "train/loss": result.loss,
+            "train/grad_norm": result.grad_norm,
+            "train/lr": result.lr,
+            "train/tokens": result.tokens,
+            "train/weight_total": result.weight_total,
+            "train/skipped": self.state.skipped,
+            "data/epoch": step * self.loader.global_batch_size / self.loader.epoch_size,
+            "data/utilisation": self.loader.utilisation(step - 1),
+            "time/step_s": elapsed_s,
+            "perf/tokens_per_s": result.tokens / elapsed_s,
+            "mem/peak_gib": peak_gib(self.accelerator.device),
+        }
 
     def record(self, row: Mapping[str, Any]) -> None:
-        """Write one metrics row and note whether its objective is better than the best checkpoint's."""
+        """Write one metrics row and note whether its objective beats the best checkpoint's."""
         value = row.get(self.metric)
-        self.candidate = value if value is not None and self._is_better(value, self.state.best_value) else None
+        self._candidate = value if value is not None and self._is_better(value, self.state.best_value) else None
         if self.is_main:
-            self.metrics.append(row)
-            log_metrics(self.tracker, row)
+            self._metrics.append(row)
+            log_metrics(self._tracker, row)
 
-    def save_if_due(self, *, is_last: bool, interrupted: bool) -> None:
-        """Publish a checkpoint on schedule, at the end, on an evaluation's best, and on an interruption.
+    def save_if_due(self, *, interrupted: bool = False) -> None:
+        """Publish a checkpoint on schedule, after the last step, on an evaluation's best, or on an interruption.
 
-        Every rank must call it, with the same arguments.
+        Every rank must call it, with the same argument.
 
         Raises:
             SaveError: The disk refused, or a weight is not finite; the earlier checkpoints are untouched.
         """
-        every = self.checkpoint.every_steps
-        is_best = self.candidate is not None and self.metric.startswith("eval/")
-        if not (interrupted or (every and (self.state.step % every == 0 or is_last or is_best))):
+        every, step = self.checkpoint.every_steps, self.state.step
+        is_best = self._candidate is not None and self.metric.startswith("eval/")
+        if not (interrupted or (every and (step % every == 0 or step == self.loader.num_steps or is_best))):
             return
-        if self.candidate is not None:
-            self.state.best_step, self.state.best_value = self.state.step, self.candidate
-        save_checkpoint(self.run_dir, self.model, self.optimizer, self.state)
+        if self._candidate is not None:
+            self.state.best_step, self.state.best_value = step, self._candidate
+        self.state.loader = self.loader.state_dict()
+        save_checkpoint(self.run_dir, self.language_model.scoring, self.optimizer, self.state)
         if self.is_main:
             prune_checkpoints(self.run_dir, self.checkpoint.keep, self.state.best_step)
         wait_for_ranks()
 
-    def is_finished(self, num_steps: int) -> bool:
-        """Whether this folder holds the result of a run of at least `num_steps` steps."""
-        rows = read_metrics(self.run_dir / "metrics.jsonl")
-        has_result = (self.run_dir / "objective.json").exists() and (self.run_dir / "final").is_dir()
-        return has_result and bool(rows) and rows[-1]["step"] >= num_steps
+    # ------------------------------------------------------------------------------------------------------------- end
 
     def finish(self) -> float | None:
-        """Write objective.json on the main process; returns the objective (None where no row has the metric)."""
-        rows = read_metrics(self.run_dir / "metrics.jsonl") if self.is_main else []
-        values = [row[self.metric] for row in rows if row.get(self.metric) is not None]
-        value = None
-        if values:
-            best = min if self.objective.direction == Direction.min else max
-            value = best(values) if self.objective.which == Which.best else values[-1]
-        elif self.is_main:
-            log.warning("objective: no step has a finite %s, so its value is null", self.metric)
+        """Publish final/ and objective.json; returns the objective, None where no step has a finite one."""
+        require_finite_weights(self.language_model.scoring)
         if self.is_main:
+            aside = self.run_dir / ".tmp-final"
+            shutil.rmtree(aside, ignore_errors=True)
+            export_model(self.language_model, aside)
+            publish(aside, self.run_dir / "final")
+        wait_for_ranks()
+        value = self.objective_value()
+        if self.is_main:
+            if value is None:
+                log.warning("objective: no step has a finite %s, so its value is null", self.metric)
             write_json(self.run_dir / "objective.json", {"name": self.metric, "value": value})
-            if self.tracker is not None:
-                self.tracker.finish()
+            if self._tracker is not None:
+                self._tracker.finish()
         return value
+
+    def objective_value(self) -> float | None:
+        """The objective metric of the last or the best step that has it."""
+        rows = read_metrics(self.run_dir / "metrics.jsonl")
+        values = [row[self.metric] for row in rows if row.get(self.metric) is not None]
+        if not values or self.objective.which == Which.last:
+            return values[-1] if values else None
+        return min(values) if self.objective.direction == Direction.min else max(values)
 
     def _is_better(self, value: float, than: float | None) -> bool:
         if than is None:
             return True
         return value < than if self.objective.direction == Direction.min else value > than
+
+
+def peak_gib(device: torch.device) -> float:
+    """Largest memory so far: allocated on a GPU, else resident in this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss counts bytes on macOS, KiB elsewhere
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

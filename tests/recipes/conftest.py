@@ -1,0 +1,61 @@
+"""A small run of the recipe, in this process or in one of its own."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SMALL = [
+    *(
+        "model.hidden_size=32",
+        "model.intermediate_size=64",
+        "model.num_layers=1",
+        "model.num_heads=2",
+        "model.num_kv_heads=1",
+    ),
+    *("data=files", "train.global_batch_size=4", "train.max_steps=6", "scheduler=constant", "scheduler.warmup_steps=0"),
+    *("eval.every_steps=0", "checkpoint.every_steps=0"),
+]
+
+
+@pytest.fixture(scope="session")
+def rows_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """21 chat rows of several lengths, with answers."""
+    path = tmp_path_factory.mktemp("data") / "rows.jsonl"
+    with path.open("w") as file:
+        for n in range(21):
+            question, answer = f"Count {n}: " + "a" * (n % 5), str(n * 37)
+            messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+            file.write(json.dumps({"messages": messages, "answer": answer}) + "\n")
+    return path
+
+
+@pytest.fixture
+def sft(rows_path: Path) -> Callable[..., int]:
+    """Run `recipes.sft` in this process: sft(run_dir, *overrides) -> exit code."""
+    from recipes.runtime.entry import run
+    from recipes.sft import train
+
+    def call(run_dir: Path, *overrides: str) -> int:
+        return run("sft", train, [*SMALL, f"data.path={rows_path}", f"hydra.run.dir={run_dir}", *overrides])
+
+    return call
+
+
+@pytest.fixture
+def sft_process(rows_path: Path) -> Callable[..., subprocess.Popen]:
+    """Start `python -m recipes.sft` as a process of its own."""
+
+    def start(run_dir: Path, *overrides: str, **options: Any) -> subprocess.Popen:
+        command = [sys.executable, "-m", "recipes.sft", *SMALL, f"data.path={rows_path}", f"hydra.run.dir={run_dir}"]
+        env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | options.pop("env", {})
+        return subprocess.Popen(
+            [*command, *overrides], env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options
+        )
+
+    return start
