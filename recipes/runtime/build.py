@@ -1,12 +1,11 @@
 """From a `_target_` to an object: the one place where a name in the configuration becomes code."""
 
 import dataclasses
+import importlib
 import inspect
 from collections.abc import Sequence
 from enum import Enum
 from typing import Any
-
-from hydra.utils import get_object
 
 from conf.closed import ConfigError, check_target
 
@@ -30,12 +29,9 @@ def locate(target: str, allow_targets: Sequence[str] = (), *, key: str = "_targe
     """
     check_target(key, target, allow_targets)
     try:
-        found = get_object(target)
-    except Exception as error:  # Hydra folds whatever the import raised into its own error
-        reason = str(error.__cause__ or error).strip().splitlines()
-        raise ConfigError(
-            f"{key}={target} cannot be imported: {reason[0] if reason else type(error).__name__}"
-        ) from error
+        found = _import(target)
+    except Exception as error:  # importing a module runs it, so anything may come
+        raise ConfigError(f"{key}={target} cannot be imported: {type(error).__name__}: {error}") from error
     origin = getattr(found, "__module__", None)
     if isinstance(origin, str):
         check_target(key, f"{origin}.{getattr(found, '__qualname__', type(found).__name__)}", allow_targets)
@@ -76,6 +72,24 @@ def instantiate(config: Any, allow_targets: Sequence[str] = (), *, key: str = ""
             f"{', '.join(options)}: {error}"
         ) from error
     return target(**options)
+
+
+def _import(target: str) -> Any:
+    """The longest part of a dotted name that is a module, then the attributes that the rest names."""
+    parts = target.split(".")
+    for end in range(len(parts) - 1, 0, -1):
+        name = ".".join(parts[:end])
+        try:
+            found: Any = importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            # Not a module: try a shorter name. A module that misses something it imports is another matter.
+            if end == 1 or error.name is None or not f"{name}.".startswith(f"{error.name}."):
+                raise
+            continue
+        for part in parts[end:]:
+            found = getattr(found, part)
+        return found
+    raise ModuleNotFoundError(f"{target} has no module in front of its name")
 
 
 def _plain(value: Any) -> Any:

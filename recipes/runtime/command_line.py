@@ -4,6 +4,7 @@ Hydra parses and composes; this module decides what may be written and turns eve
 names the key, what is accepted and the nearest valid name.
 """
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,7 @@ from hydra.core.override_parser.types import Override, OverrideType
 from hydra.core.utils import run_job
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from hydra.types import HydraContext, RunMode
-from omegaconf import DictConfig, open_dict, read_write
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
 from conf.closed import ConfigError, describe_error, field_keys, nearest, to_config, unknown_key
@@ -94,11 +95,13 @@ class CommandLine:
         elif args.shell_completion:
             _translated(lambda: self.hydra.shell_completion(self.name, overrides), overrides)
         else:
-            self.compose(overrides)
+            composed = self.compose(overrides)
             if args.help:
                 self.hydra.app_help(config_name=self.name, args_parser=self.parser, args=args)
             elif args.info:
                 self.hydra.show_info(args.info, config_name=self.name, overrides=overrides)
+            elif args.cfg == "job" and not args.package and not args.resolve:
+                sys.stdout.write(OmegaConf.to_yaml(_without_hydra(composed.cfg)))  # spares a second composition
             else:
                 _translated(
                     lambda: self.hydra.show_cfg(self.name, overrides, args.cfg, args.package, resolve=args.resolve),
@@ -118,14 +121,16 @@ class CommandLine:
         return self._typed(self._compose(overrides, RunMode.RUN))
 
     def is_sweep(self) -> bool:
-        """Whether the flags or the configuration ask for a sweep.
+        """Whether the flags and overrides ask for a sweep.
 
         Raises:
             ConfigError: An override is malformed.
         """
         if self.args.multirun:
             return True
-        self._parse(self.args.overrides)
+        parsed = self._parse(self.args.overrides)
+        if not any(override.is_sweep_override() or override.key_or_group == "hydra.mode" for override in parsed):
+            return False
         return bool(self.hydra.get_mode(self.name, self.args.overrides) == RunMode.MULTIRUN)
 
     def start(self, composed: Composed, config_subdir: str | None, task: Callable[[DictConfig], None]) -> None:
@@ -209,8 +214,8 @@ class CommandLine:
             if override.is_sweep_override():
                 if mode == RunMode.RUN:
                     raise ConfigError(
-                        f"{line} has several values: sweep over them with -m, or write one value (a list as {key}=[a,b], "
-                        f"a text with a comma as '{key}=\"a,b\"')"
+                        f"{line} has several values: sweep over them with -m, or write one value, a list as "
+                        f"{key}=[a,b] and a text with a comma as '{key}=\"a,b\"'"
                     )
             elif key in groups and not isinstance(override.value(), str | list | dict):
                 raise ConfigError(f"{line}: {self._group_options(key)}; leave {key} out for its default")
@@ -218,7 +223,7 @@ class CommandLine:
         if not prefixed:
             return
         plain = [str(o.input_line) for o in overrides if o not in prefixed]
-        known = {*groups, *field_keys(self._without_hydra(self._compose(plain, mode)))}
+        known = {*groups, *field_keys(_without_hydra(self._compose(plain, mode)))}
         for override in prefixed:
             key, line = override.key_or_group, str(override.input_line)
             if key not in known and key.partition(".")[0] != "extras":
@@ -246,21 +251,21 @@ class CommandLine:
             raise ConfigError(describe_error(error)) from error
         HydraConfig.instance().set_config(cfg)  # for values that refer to ${hydra:…}
         try:
-            config = to_config(self._without_hydra(cfg))
+            config = to_config(_without_hydra(cfg))
         finally:
             HydraConfig.instance().cfg = None
         return Composed(config=config, cfg=cfg, run_dir=run_dir)
 
-    @staticmethod
-    def _without_hydra(cfg: DictConfig) -> DictConfig:
-        task = cfg.copy()
-        with read_write(task), open_dict(task):
-            del task["hydra"]
-        return task
-
     def _group_options(self, group: str) -> str:
         options = [name for name in self.hydra.config_loader.get_group_options(group) if not name.endswith("_schema")]
         return f"the options of {group} are {', '.join(options)}"
+
+
+def _without_hydra(cfg: DictConfig) -> DictConfig:
+    task = cfg.copy()
+    with read_write(task), open_dict(task):
+        del task["hydra"]
+    return task
 
 
 def _translated(

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.global_hydra import GlobalHydra
+from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from conf.closed import ConfigError
@@ -77,6 +78,8 @@ def _run(name: str, train: Train, argv: Sequence[str]) -> int:
     if line.is_sweep():
         return _sweep(name, line)
     composed = line.compose(line.args.overrides)
+    if composed.cfg.hydra.mode == RunMode.MULTIRUN:  # a file asks for it
+        return _sweep(name, line)
     hydra, resume = composed.cfg.hydra, composed.config.checkpoint.resume
     require_shared_folder(hydra)
     folder = claim(composed.run_dir, resume, rank=_rank(), config_subdir=hydra.output_subdir)

