@@ -44,13 +44,7 @@ __all__ = [
 FILLER = "filler"
 """Batch key that marks a filler, whatever its value."""
 
-_NOT_FIELDS = frozenset(
-    (
-        *("input_ids", "labels", "attention_mask", "padding_mask", "position_ids", "weights", FILLER),
-        *("seq_lens", "seq_lens_padded", "qkv_format", "document_ids", "attention_document_ids"),
-        *("packed_token_indices", "cu_seqlens", "max_seqlen", "pixel_values", "image_grid_thw"),
-    )
-)
+_NOT_FIELDS = ("weights", "pixel_values", "pixel_values_videos")  # float tensors that are no side input of a loss
 
 
 @dataclass
@@ -257,8 +251,8 @@ class _Sequences:
             DataError: A position of a packed row lies behind its last sequence.
         """
         if self._ends is None:
-            return position // self._length
-        sequence = torch.searchsorted(self._ends, position, right=True)
+            return position.div(self._length, rounding_mode="floor")
+        sequence: Tensor = torch.searchsorted(self._ends, position, right=True)
         end = torch.cat((self._ends, self._ends.new_full((1,), -1)))[sequence]  # -1: behind the last of all rows
         is_outside = (end - 1) // self._length != position // self._length
         if is_outside.any():

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 __all__ = ["Head", "LinearScores", "RecomputedScores"]
 
@@ -78,13 +77,14 @@ class RecomputedScores(torch.autograd.Function):
         return logprobs, is_argmax, entropies
 
     @staticmethod
-    @once_differentiable
     def backward(  # noqa: D102
         ctx: Any, by_logprobs: Tensor | None, _: None, by_entropy: Tensor | None
     ) -> tuple[Tensor | None, ...]:
+        _refuse_create_graph()
         hidden, weight, bias, targets, entropies, by_row = ctx.saved_tensors
-        if by_row is not None and by_entropy is None:
-            assert by_logprobs is not None
+        if by_logprobs is None and by_entropy is None:
+            return (None,) * 7
+        if by_row is not None and by_logprobs is not None and by_entropy is None:
             return (by_row * by_logprobs[:, None]).to(hidden.dtype), *(None,) * 6
         with _no_autocast(hidden):
             chunks = _Chunks(hidden, weight, bias, ctx.head, gradient=True)
@@ -141,8 +141,8 @@ class LinearScores(torch.autograd.Function):
         return weighted_sum, logprobs, is_argmax, entropies
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, by_sum: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:  # noqa: D102
+        _refuse_create_graph()
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
             raise RuntimeError(
@@ -285,6 +285,14 @@ def _adder(gradients: _Gradients, chunks: _Chunks, targets: Tensor, scales: Tens
         gradients.add(chunks, here, log_p.exp_().mul_(-scale).scatter_add_(1, targets[here, None], scale))
 
     return add
+
+
+def _refuse_create_graph() -> None:
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "score_targets: backward with create_graph=True, but its gradients have no gradient; use "
+            "recipes.losses.logprobs_reference.score_targets_reference"
+        )
 
 
 def _no_autocast(tensor: Tensor) -> torch.autocast:
