@@ -192,7 +192,11 @@ class HFModelConfig(ModelConfig):
     """A pretrained model: `model.name` is a folder or a hub id."""
 
     _target_: str = "recipes.models.hf.load"
-    name: str | None = MISSING
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.name is None:
+            raise ConfigError("model.name is required: give model.name=<folder or hub id>")
 
 
 @dataclass

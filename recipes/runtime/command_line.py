@@ -217,7 +217,7 @@ class CommandLine:
                         f"{line} has several values: sweep over them with -m, or write one value, a list as "
                         f"{key}=[a,b] and a text with a comma as '{key}=\"a,b\"'"
                     )
-            elif key in groups and not isinstance(override.value(), str | list | dict):
+            elif key in groups and not override.is_delete() and not isinstance(override.value(), str | list | dict):
                 raise ConfigError(f"{line}: {self._group_options(key)}; leave {key} out for its default")
         prefixed = [o for o in overrides if o.type != OverrideType.CHANGE and not o.is_hydra_override()]
         if not prefixed:
