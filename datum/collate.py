@@ -27,9 +27,9 @@ UNUSED_SLOT = -1000
 def default_collater(features: Sequence[Mapping[str, Any]], pad_seq_len_divisible: int | None = None) -> dict[str, Any]:
     """Pad feature dicts into one batch [B, T], T the longest sequence rounded up.
 
-    A feature is what `Datum.to_features` gives: `input_ids`, optionally `labels` and `attention_mask` (all 1: a feature
-    is unpadded), as lists, arrays or tensors. Any other key is a side input, per token or per sample; `weights` of 0 mask
-    the label.
+    A feature is what `Datum.to_features` gives: `input_ids`, optionally `labels` and `attention_mask` (all 1: a
+    feature is unpadded), as lists, arrays or tensors. Any other key is a side input, per token or per sample; a weight
+    of 0 in `weights` masks the label.
 
     Args:
         features: B feature dicts with the same keys.
@@ -99,8 +99,8 @@ def packed_sequence_thd_collater(packs: Sequence[Mapping[str, Any]]) -> dict[str
     counted in the row's last `seq_lens_padded`.
 
     Args:
-        packs: P packs as `pack_features_for_thd` makes them, lists or tensors, with the same keys. A feature dict without
-            `seq_lens` is taken as a pack of one document.
+        packs: P packs as `pack_features_for_thd` makes them, lists or tensors, with the same keys. A feature dict
+            without `seq_lens` is taken as a pack of one document.
 
     Returns:
         `input_ids`, `labels`, `position_ids` int64 [P, total]; `seq_lens`, `seq_lens_padded` int64 [P, most documents]
@@ -136,7 +136,9 @@ def packed_sequence_thd_collater(packs: Sequence[Mapping[str, Any]]) -> dict[str
         np.copyto(labels, CROSS_ENTROPY_IGNORE_IDX, where=(side_inputs["weights"][0] == 0) & (labels >= 0))
     width, slots = max(totals), max(documents)
     if min(totals) < width:
-        rule = f"packs of unequal length are filled up with label {CROSS_ENTROPY_IGNORE_IDX}, so it must be their ignore index"
+        rule = (
+            f"packs of unequal length are filled up with label {CROSS_ENTROPY_IGNORE_IDX}, so their packer must use it"
+        )
         _refuse_where((labels < 0) & (labels != CROSS_ENTROPY_IGNORE_IDX), "pack", "labels", labels, totals, rule)
     padded_lens[np.cumsum(documents) - 1] += width - np.array(totals)
     batch: dict[str, Any] = {
@@ -252,8 +254,8 @@ def _side_input(key: str, values: Sequence[Any], totals: list[int], documents: l
         wrong = [i for i, size in enumerate(sizes) if size not in (totals[i], documents[i])]
         i = wrong[0] if wrong else next(i for i, size in enumerate(sizes) if size != wanted[i])
         raise DataError(
-            f"pack {i}: {key} has length {sizes[i]}; accepted are {totals[i]} entries, one per token, or {documents[i]}, one "
-            "per document, in every pack alike (weights and logprobs only per token)"
+            f"pack {i}: {key} has length {sizes[i]}; accepted are {totals[i]} entries, one per token, or "
+            f"{documents[i]}, one per document, in every pack alike (weights and logprobs only per token)"
         )
     return join_side_input("pack", key, tensors, sizes)[0], is_per_token
 
@@ -264,15 +266,16 @@ def _refuse_wrong_lengths(lens: np.ndarray, padded: np.ndarray, documents: list[
         index = int(np.argmax(wrong))
         i, j = place(index, documents)
         raise DataError(
-            f"pack {i}: seq_lens[{j}] is {lens[index]}, seq_lens_padded[{j}] is {padded[index]}; a document is 1 to its "
-            "padded length tokens long"
+            f"pack {i}: seq_lens[{j}] is {lens[index]}, seq_lens_padded[{j}] is {padded[index]}; a document is 1 to "
+            "its padded length tokens long"
         )
     ends = np.cumsum(documents)
     for i, (stop, count, total) in enumerate(zip(ends, documents, totals)):
         covered = int(padded[stop - count : stop].sum())
         if covered != total:
             raise DataError(
-                f"pack {i}: seq_lens_padded sums to {covered}, input_ids has {total}; the padded lengths cover the whole row"
+                f"pack {i}: seq_lens_padded sums to {covered}, input_ids has {total}; "
+                "the padded lengths cover the whole row"
             )
 
 

@@ -1,4 +1,4 @@
-"""Both layouts written plainly, token by token in Python lists: what the tests and the benchmark compare the fast ones with.
+"""Both layouts written plainly, token by token in Python lists: tests and benchmark compare `collate_datums` with it.
 
 It checks nothing: give it Datums that `collate_datums` accepts.
 """

@@ -1,7 +1,7 @@
 """Datum: one typed example that carries everything a loss needs, and the batch made of several.
 
-Position i of a sequence reads `input_ids[i]` and predicts `target_tokens[i]`: the shift has been done where the Datum was
-made, and nothing after it shifts again. The words (weights, logprobs, advantages, ...): docs/batch.md.
+Position i of a sequence reads `input_ids[i]` and predicts `target_tokens[i]`: the shift has been done where the Datum
+was made, and nothing after it shifts again. The words (weights, logprobs, advantages, ...): docs/batch.md.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ __all__ = [
 class Datum:
     """One sequence of T positions with what the loss needs.
 
-    Lists, arrays, tensors and numbers are accepted and stored as CPU tensors, without a copy where memory can be shared.
-    Sizes and values are checked by the collaters, each time, since fields may be replaced.
+    Lists, arrays, tensors and numbers are accepted and stored as CPU tensors, without a copy where memory can be
+    shared. Sizes and values are checked by the collaters, each time, since fields may be replaced.
 
     Attributes:
         input_ids: int64 [T], the tokens read.
-        loss_fn_inputs: Tensors by key. Per token [T]: `target_tokens` (int64), `weights` (0 = not trained; fractions and
-            negatives are legal), `logprobs`, `old_logprobs`, `ref_logprobs`. Per token or one number for the sequence:
-            `advantages` and any key of your own.
+        loss_fn_inputs: Tensors by key. Per token [T]: `target_tokens` (int64), `weights` (0 = not trained; fractions
+            and negatives are legal), `logprobs`, `old_logprobs`, `ref_logprobs`. Per token or one number for the
+            sequence: `advantages` and any key of your own.
 
     Raises:
         DataTypeError: ids are not integers, or a value is no number (also a TypeError).
@@ -80,9 +80,9 @@ class Datum:
     def to_features(self, *, ignore_index: int = CROSS_ENTROPY_IGNORE_IDX) -> dict[str, list[int]]:
         """Plain lists of ints for collaters outside this package: `input_ids`, `attention_mask` (all 1), `labels`.
 
-        `labels` is there if the Datum has targets: `target_tokens`, with `ignore_index` where the weight is 0. They are
-        shifted already: never pass them to a model's `labels=`, which shifts again. Side inputs do not fit into lists of
-        ints and stay behind.
+        `labels` is there if the Datum has targets: `target_tokens`, with `ignore_index` where the weight is 0. They
+        are shifted already: never pass them to a model's `labels=`, which shifts again. Side inputs do not fit into
+        lists of ints and stay behind.
 
         Raises:
             DataError: the Datum is malformed, as `collate_datums` would find.
@@ -103,12 +103,12 @@ def collate_datums(
 ) -> dict[str, Any]:
     """Make one batch of D Datums, in their order.
 
-    Padded: `input_ids`, `attention_mask` (1 = real) int64, `padding_mask` bool (True = padding) [D, T]; `labels` int64
-    [D, T] if there are targets. Packed: `input_ids`, `labels`, `position_ids` int64 [1, total], `seq_lens`,
-    `seq_lens_padded` int64 [1, D], `qkv_format` "thd". Both: per-token side inputs float32 like `input_ids`, per-sample
-    ones float32 [D]. A key is per token if every entry has its sequence's length, else per sample if every entry has one
-    element. `target_tokens` becomes `labels`, with `ignore_index` where the weight is 0, and is not repeated.
-    The batch shares no memory with the Datums.
+    Padded: `input_ids`, `attention_mask` (1 = real) int64, `padding_mask` bool (True = padding) [D, T]; `labels`
+    int64 [D, T] if there are targets. Packed: `input_ids`, `labels`, `position_ids` int64 [1, total], `seq_lens`,
+    `seq_lens_padded` int64 [1, D], `qkv_format` "thd". Both: per-token side inputs float32 shaped like `input_ids`,
+    per-sample ones float32 [D]. A key is per token if every entry has its sequence's length, else per sample if every
+    entry has one element. `target_tokens` becomes `labels`, with `ignore_index` where the weight is 0, and is not
+    repeated. The batch shares no memory with the Datums.
 
     Args:
         datums: At least one Datum; all carry the same `loss_fn_inputs` keys.

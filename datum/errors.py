@@ -8,4 +8,4 @@ class DataError(ValueError):
 
 
 class DataTypeError(DataError, TypeError):
-    """A value of the wrong type (text, floats for token ids, a dict for a Datum); it is a TypeError and a ValueError."""
+    """A value of the wrong type (text, floats for token ids, a dict for a Datum); a TypeError and a ValueError."""

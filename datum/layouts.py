@@ -29,7 +29,7 @@ BATCH_KEYS = frozenset(
 
 
 def padded_batch(columns: Columns, pad_seq_len_divisible: int | None, ignore_index: int) -> dict[str, Any]:
-    """One sequence a row, filled up at the right to the longest (rounded up to a multiple of `pad_seq_len_divisible`)."""
+    """One sequence a row, filled up at the right to the longest, rounded up to `pad_seq_len_divisible`."""
     lengths = columns.lengths
     width = _round_up(max(lengths), pad_seq_len_divisible)
     batch: dict[str, Any] = {"input_ids": as_rows(columns.input_ids, lengths, width, 0)}
@@ -77,7 +77,7 @@ def packed_row(columns: Columns, width: int, ignore_index: int) -> dict[str, np.
 
 
 def as_rows(column: np.ndarray, lengths: list[int], width: int, fill: int) -> Tensor:
-    """Consecutive pieces of `column` as the rows of [D, width], filled up at the right; [1,2,3] by [2,1] -> [[1,2],[3,0]]."""
+    """Pieces of `column` as the rows of [D, width], filled up at the right: [1,2,3] by [2,1] -> [[1,2],[3,0]]."""
     shape = (len(lengths), width)
     if len(column) == len(lengths) * width:
         return torch.from_numpy(column.reshape(shape))
@@ -103,6 +103,6 @@ def _round_up(length: int, multiple: int | None) -> int:
         return length
     if isinstance(multiple, bool) or not isinstance(multiple, int) or multiple < 1:
         raise ValueError(
-            f"pad_seq_len_divisible is {multiple!r}; accepted is a positive integer, or None for no padding to a multiple"
+            f"pad_seq_len_divisible is {multiple!r}; accepted is a positive integer, or None for no rounding up"
         )
     return -(-length // multiple) * multiple

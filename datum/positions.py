@@ -24,7 +24,7 @@ def document_positions(lengths: Int[Tensor, " documents"]) -> Int64[Tensor, " to
         int64 [total], counting from 0 in every document.
 
     Raises:
-        ValueError: not 1-D, not integers, or a negative length (unused slots of `seq_lens` hold -1000: take them off first).
+        ValueError: not 1-D, not integers, or a negative length (take off the unused slots of `seq_lens`, -1000, first).
 
     >>> document_positions(torch.tensor([3, 2]))
     tensor([0, 1, 2, 0, 1])

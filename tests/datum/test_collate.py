@@ -73,7 +73,7 @@ def as_tensors(features):
     return {key: torch.as_tensor(value) for key, value in features.items()}
 
 
-# --------------------------------------------------------------------------------------------- both layouts, what is right
+# ------------------------------------------------------------------------------------------ both layouts, what is right
 
 
 @settings(deadline=None, max_examples=150)
@@ -358,7 +358,7 @@ def test_a_bad_feature_is_refused_with_its_number_and_key(key, value, error, tex
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_datum_of_a_batch_carries_the_same_keys(layout):
     datums = [Datum([1, 2], GOOD), Datum([1, 2], {key: GOOD[key] for key in ("target_tokens", "advantages")})]
-    text = "datum 1: loss_fn_inputs lacks ['weights'] of datum 0; every Datum of a batch must carry the same loss_fn_inputs keys"
+    text = "datum 1: loss_fn_inputs lacks ['weights'] of datum 0; every Datum of a batch must carry the same loss_fn_in"
     with pytest.raises(DataError, match=re.escape(text)):
         collate_datums(datums, **layout)
     with pytest.raises(DataError, match=re.escape("datum 1: loss_fn_inputs adds ['weights'] to datum 0's")):
@@ -388,7 +388,7 @@ def test_an_empty_batch_is_refused():
 
 @pytest.mark.parametrize("value", [0, -8, 2.0, True, "8"])
 def test_a_multiple_that_is_no_positive_integer_is_refused(value):
-    text = re.escape(f"pad_seq_len_divisible is {value!r}; accepted is a positive integer, or None for no padding")
+    text = re.escape(f"pad_seq_len_divisible is {value!r}; accepted is a positive integer, or None for no rounding up")
     with pytest.raises(ValueError, match=text):
         collate_datums([Datum([1])], pad_seq_len_divisible=value)
     with pytest.raises(ValueError, match=text):

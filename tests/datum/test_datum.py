@@ -149,7 +149,8 @@ def test_the_package_imports_no_torch_until_a_name_is_used():
     code = (
         "import sys, datum; assert 'torch' not in sys.modules and 'numpy' not in sys.modules; "
         "from datum import Datum; assert 'torch' in sys.modules; import datum.datum; assert datum.Datum is Datum; "
-        "bad = {'transformers', 'accelerate', 'hydra', 'recipes', 'conf', 'jaxtyping'} & set(sys.modules); assert not bad, bad"
+        "bad = {'transformers', 'accelerate', 'hydra', 'recipes', 'conf', 'jaxtyping'} & set(sys.modules); "
+        "assert not bad, bad"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 
