@@ -1,0 +1,1 @@
+"""Models: loading, attention per document, adapters, token scores, export. What is sound: docs/models.md."""
