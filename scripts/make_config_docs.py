@@ -40,6 +40,7 @@ in the table.
 - `group=option` chooses a file of `conf/<group>/`; `key=value` sets one option; `+key` and `~key` are refused.
 - `extras.anything=1` is saved with the run and affects nothing: the place for notes.
 - `--config-dir=mine` adds a folder of your own files, for example `mine/experiment/first.yaml` for `experiment=first`.
+- `loss._target_=mine.Loss allow_targets=[mine]` uses a class of your own; it is called with the group's other options.
 - `-m key=a,b` runs one job a value, each in its own process and folder.
 - `hydra.run.dir` is the run folder. Several ranks share the one that the environment variable `RUN_ID` names.
 - Paths are absolute or relative to the working directory.

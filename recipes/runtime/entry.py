@@ -12,7 +12,8 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -179,17 +180,17 @@ def _log_to_files(message: str) -> None:
             handler.handle(record)
 
 
-class _sigterm_exits:
+@contextmanager
+def _sigterm_exits() -> Iterator[None]:
     """Outside a loop's own `Interrupt`, SIGTERM ends the process with code 143 as SIGINT ends it with 130."""
-
-    def __enter__(self) -> None:
-        self.previous: Any = None
-        if threading.current_thread() is threading.main_thread():
-            self.previous = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-
-    def __exit__(self, *exception: object) -> None:
-        if self.previous is not None:
-            signal.signal(signal.SIGTERM, self.previous)
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 def _rank() -> int:
