@@ -49,7 +49,8 @@ def draft_chat(template: ChatTemplate, chat: Chat, mask: str) -> Draft:
     if mask == "all":
         return _draft_all(template, chat)
     turns = [i for i, message in enumerate(chat.messages) if message["role"] == "assistant"]
-    chosen = turns[-1:] if mask == "last_assistant" else [i for i in turns if i >= chat.first_trained]
+    first = chat.first_trained if mask == "completion" else 0
+    chosen = turns[-1:] if mask == "last_assistant" else [i for i in turns if i >= first]
     if not chosen:
         raise DataError(
             f"{chat.where}: the conversation has no assistant turn to train under mask={mask}; "
@@ -101,6 +102,9 @@ def _draft_by_prefixes(template: ChatTemplate, chat: Chat, weights: dict[int, fl
         turn = _Turns(template, list(tokens[0].ids))
         for i, weight in weights.items():
             start = template.prefix_length(before[i], whole, tokens[0])
+            if start is None and whole.startswith(before[i]):
+                cause = "its first characters join a token of the generation prompt; take white space off its start"
+                raise _refusal(template, chat, i, cause, mask)
             if start is None:
                 cause = "the turn does not start with the generation prompt, or earlier turns are rewritten"
                 raise _refusal(template, chat, i, cause, mask)

@@ -22,7 +22,7 @@ class Chat:
         weights: Loss weight of each message, 1 where the row says nothing.
         tools: Function schemas of the row's `tools` column, or None.
         where: Origin of the row.
-        first_trained: Messages before this index are never trained (the prompt of a prompt/completion row).
+        first_trained: Where the completion of a prompt/completion row starts; 0 for other rows.
     """
 
     messages: list[dict[str, Any]]

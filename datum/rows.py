@@ -212,7 +212,7 @@ def _read_jsonl(file: Path) -> Iterator[tuple[Any, str]]:
                 if not line.strip():
                     continue  # an empty line holds no row
                 try:
-                    yield json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8")), where
+                    yield json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip()), where
                 except UnicodeDecodeError as error:
                     raise DataError(f"{where}: the line is not UTF-8 ({error.reason} at byte {error.start})") from error
                 except json.JSONDecodeError as error:
