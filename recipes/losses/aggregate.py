@@ -34,6 +34,7 @@ __all__ = [
     "FILLER",
     "StepCounts",
     "Tokens",
+    "check_aggregation",
     "count_batch",
     "denominator",
     "select_tokens",
@@ -185,14 +186,30 @@ def count_batch(batch: Mapping[str, Any], *, ignore_index: int = CROSS_ENTROPY_I
     )
 
 
+def check_aggregation(aggregation: Aggregation | str, max_tokens: int | None) -> Aggregation:
+    """Return the mode of that name.
+
+    Raises:
+        ValueError: No such mode, or `max_tokens` (at least 1) without `constant`, or the other way round.
+    """
+    mode = _aggregation(aggregation)
+    if (mode == Aggregation.constant) != (max_tokens is not None) or (max_tokens is not None and max_tokens < 1):
+        raise ValueError(
+            f"aggregation is {mode.value!r} with max_tokens={max_tokens}; max_tokens, from 1, is the divisor a "
+            "sequence of 'constant': give it there and nowhere else"
+        )
+    return mode
+
+
 def token_coefficients(tokens: Tokens, aggregation: Aggregation | str) -> Tensor:
-    """Return the factor of each token's term in the step's sum, [N] float32.
+    """Return the factor of each token's term in the step's sum, [N] float64 (float32 on mps).
 
     The weight w; for `sequence` it is w / sum|w| over the token's own sequence.
     """
+    weights = tokens.weights.to(_wide(tokens.weights))
     if _aggregation(aggregation) != Aggregation.sequence:
-        return tokens.weights
-    return tokens.weights / tokens.sum_by_sequence(tokens.weights.abs())[tokens.sequence]
+        return weights
+    return weights / tokens.sum_by_sequence(weights.abs())[tokens.sequence]
 
 
 def denominator(counts: StepCounts, aggregation: Aggregation | str, max_tokens: int | None = None) -> float:
@@ -207,19 +224,16 @@ def denominator(counts: StepCounts, aggregation: Aggregation | str, max_tokens: 
         max_tokens: Divisor a sequence of `constant`.
 
     Raises:
-        ValueError: Unknown mode, or `constant` without `max_tokens`.
+        ValueError: As for `check_aggregation`.
     """
-    mode = _aggregation(aggregation)
-    if mode == Aggregation.constant and max_tokens is None:
-        raise ValueError("aggregation 'constant' divides by sequences * max_tokens: max_tokens is missing")
+    mode = check_aggregation(aggregation, max_tokens)
     if mode == Aggregation.sum or counts.weight_total == 0:
         return 1.0
     if mode == Aggregation.token:
         return counts.weight_total
-    if mode == Aggregation.sequence:
-        return float(counts.trained_sequences)
-    assert max_tokens is not None
-    return float(counts.sequences * max_tokens)
+    if max_tokens is not None:
+        return float(counts.sequences * max_tokens)
+    return float(counts.trained_sequences)
 
 
 def weighted_sum(coefficients: Tensor, terms: Tensor) -> Tensor:
@@ -300,7 +314,7 @@ def _aggregation(name: Aggregation | str) -> Aggregation:
         return Aggregation(name)
     except ValueError:
         accepted = ", ".join(mode.value for mode in Aggregation)
-        raise ValueError(f"aggregation {name!r}: accepted are {accepted}") from None
+        raise ValueError(f"aggregation is {name!r}; accepted are {accepted}") from None
 
 
 def _wide(tensor: Tensor) -> torch.dtype:
