@@ -4,9 +4,9 @@
     python -m recipes.sft data=files data.path=rows.jsonl model=hf model.name=path-or-hub-id
     python -m recipes.sft checkpoint.resume=auto hydra.run.dir=outputs/sft/<run>
 
-rows -> Datums -> microbatches -> forward -> loss sums -> one denominator -> backward -> clip -> optimizer. `train` shows
-all of it. Which Datums form step k is a function of (seed, k); how they are laid out, split and spread over ranks changes
-neither the loss nor the gradient.
+rows -> Datums -> microbatches -> forward -> loss sums -> one denominator -> backward -> clip -> optimizer. `train`
+shows all of it. Which Datums form step k is a function of (seed, k); how they are laid out, split and spread over ranks
+changes neither the loss nor the gradient.
 """
 
 from pathlib import Path
@@ -24,7 +24,7 @@ def train(config: SFTConfig, run_dir: Path) -> float | None:
     from recipes.runtime.build import instantiate
     from recipes.runtime.interrupt import Interrupt
     from recipes.runtime.outcome import StopRun, note_first_step
-    from recipes.training.data import build_loader, load_data
+    from recipes.training.data import build_loader, load_data, require_fit
     from recipes.training.evaluation import build_evaluation
     from recipes.training.notes import announce, conclude, not_finite
     from recipes.training.optim import build_optimizer, learning_rates
@@ -35,10 +35,20 @@ def train(config: SFTConfig, run_dir: Path) -> float | None:
 
     # What is trained, on what, and by which rule.
     accelerator = start_accelerator(config.train.precision, config.launch.num_processes)
-    language_model = build_model(config.model, config, seed=config.train.seed)
+    language_model = build_model(
+        config.model,
+        seed=config.train.seed,
+        backend=config.attention.backend,
+        layout=config.collate.layout,
+        scope=config.attention.scope,
+        axes=config.positions.axes,
+        allow_targets=config.allow_targets,
+        device=accelerator.device,
+    )
     data = load_data(config, language_model)
     loader = build_loader(config, data)
     loss = instantiate(config.loss, config.allow_targets, key="loss")
+    require_fit(data, language_model, loss)
     evaluation = build_evaluation(config, data, language_model, loss)
     model = prepare_model(language_model.scoring, accelerator, unused_parameters=language_model.is_moe)
     optimizer = build_optimizer(language_model.scoring, config.optim)
@@ -58,7 +68,6 @@ def train(config: SFTConfig, run_dir: Path) -> float | None:
         for index, microbatches in loader:
             step, started = index + 1, time.perf_counter()
             seed_step(config.train.seed, index)
-            note_first_step()
             result = train_step(
                 model,
                 microbatches,
@@ -67,7 +76,9 @@ def train(config: SFTConfig, run_dir: Path) -> float | None:
                 lr=learning_rate(index),
                 grad_clip=config.train.grad_clip,
                 accelerator=accelerator,
+                check_gradients=index == 0 and not language_model.is_moe,
             )
+            note_first_step()
             if not result.is_finite and config.train.non_finite == NonFinite.stop:
                 raise StopRun(1, not_finite(step, result, loader.sample_ids(index)))
             row = run.step_metrics(step, result, elapsed_s=time.perf_counter() - started)

@@ -4,10 +4,12 @@ from dataclasses import dataclass
 
 from conf.schema import DataConfig, HubDataConfig, Layout, Scope, SFTConfig
 from datum.encode import RowEncoder
+from datum.errors import DataError
 from datum.ledger import Ledger
 from datum.loader import DatumLoader
 from datum.rows import Row, read_hub, read_rows
 from datum.sources import DatumSet, encode_rows, hold_out
+from recipes.losses.loss import Loss
 from recipes.models.build import LanguageModel
 from recipes.training.answers import Question
 from recipes.training.ranks import rank_and_world
@@ -48,6 +50,26 @@ def load_data(config: SFTConfig, language_model: LanguageModel) -> Data:
     prompts = [(heldout_encoder.generation_prompt(row), row.data) for row in heldout.rows]
     questions = [Question(*prompt, row) for prompt, row in prompts if prompt is not None]
     return Data(train, encoder.ledger, heldout, heldout_encoder.ledger, questions)
+
+
+def require_fit(data: Data, language_model: LanguageModel, loss: Loss) -> None:
+    """Refuse data that this model or this loss cannot take.
+
+    Raises:
+        DataError: Names the field, or the longest Datum.
+    """
+    for name in loss.required_fields:
+        if name not in data.train.keys:
+            raise DataError(
+                f"the loss reads {name!r}, which the rows do not have; they have {', '.join(data.train.keys)}. Give token "
+                f"rows a column {name!r}, or choose another loss"
+            )
+    longest, limit = int(data.train.lengths.max()), language_model.max_positions
+    if limit is not None and longest > limit:
+        raise DataError(
+            f"the longest Datum has {longest} positions, the model's position embeddings end at {limit}: lower "
+            "data.max_length and choose data.overlong"
+        )
 
 
 def token_budget(config: SFTConfig) -> int | None:

@@ -41,10 +41,12 @@ def announce(
         "model: %s parameters, %s trained; attention %s; %s, %d rank(s)",
         f"{total:,}",
         f"{trained:,}",
-        language_model.backend,
+        language_model.backend.value,
         accelerator.device,
         accelerator.num_processes,
     )
+    for note in language_model.notes:
+        log.info("model: %s", note)
     log.info("data:\n%s", data.ledger.render())
     if data.heldout is not None:
         log.info("held out: %d Datums, %d with an answer to generate", len(data.heldout), len(data.questions))

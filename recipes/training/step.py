@@ -22,6 +22,7 @@ from recipes.losses.aggregate import (
     weighted_sum,
 )
 from recipes.losses.loss import Loss
+from recipes.models.gradients import assert_gradients_reach
 from recipes.training.ranks import rank_and_world, sum_over_ranks
 
 Batch = Mapping[str, Tensor]
@@ -62,6 +63,7 @@ def train_step(
     lr: float | None = None,
     grad_clip: float = 0.0,
     accelerator: Accelerator | None = None,
+    check_gradients: bool = False,
 ) -> StepResult:
     """Take one optimizer step over this rank's microbatches.
 
@@ -73,10 +75,15 @@ def train_step(
         lr: Learning rate of this step; None leaves the optimizer's.
         grad_clip: Largest gradient norm; 0 turns clipping off.
         accelerator: Needed with several ranks; None: one process.
+        check_gradients: Refuse a model of which a trainable tensor got no gradient; for the first step.
 
     Returns:
         The step's numbers. Where loss or gradient is not finite, or the step has no weight, parameters and optimizer
         state are as before (`updated` is False).
+
+    Raises:
+        ModelError: `check_gradients` found a tensor without gradient.
+        DataError: A batch lacks a field that the loss reads.
     """
     device = next(model.parameters()).device
     counts = count_step(microbatches, device)
@@ -99,6 +106,8 @@ def train_step(
         step_sum += loss_sum.detach().to("cpu", torch.float64)
     step_loss = float(sum_over_ranks(step_sum.to(device))) / divisor
 
+    if check_gradients:
+        assert_gradients_reach(model)
     trainable = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     grad_norm = float(torch.nn.utils.clip_grad_norm_(trainable, grad_clip or math.inf))
     result = StepResult(step_loss, grad_norm, lr, counts.tokens, counts.weight_total, updated=True)

@@ -41,7 +41,7 @@ def assert_same_run(one: Path, other: Path) -> None:
 
 
 def test_a_run_leaves_the_run_folder_of_the_design(sft: Sft, tmp_path: Path) -> None:
-    assert sft(tmp_path, *EVALUATED, "checkpoint.every_steps=3") == 0
+    assert sft(tmp_path, *EVALUATED, "checkpoint.every_steps=3", "checkpoint.keep=9") == 0
     rows = metrics(tmp_path)
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4, 5, 6]
     for row in rows[1:]:
@@ -251,14 +251,14 @@ def test_best_checkpoint_by_a_named_metric_survives_pruning(sft: Sft, tmp_path: 
         "eval.every_steps=1",
         "checkpoint.every_steps=1",
         "checkpoint.keep=1",
-        "optim.lr=0.3",
+        "optim.lr=0.003",
     )
-    assert sft(tmp_path, *options, "objective.metric=eval/loss", "objective.which=best") == 0
+    assert sft(tmp_path, *options, "objective.direction=max", "objective.which=best") == 0
     evaluated = {row["step"]: row["eval/loss"] for row in metrics(tmp_path) if row["step"] > 0}
-    best = min(evaluated, key=evaluated.__getitem__)
+    best = max(evaluated, key=evaluated.__getitem__)
     assert {path.name for path in complete_checkpoints(tmp_path)} == {f"step-{step:08d}" for step in {best, 8}}
     assert best != 8
-    assert json.loads((tmp_path / "objective.json").read_text())["value"] == min(
+    assert json.loads((tmp_path / "objective.json").read_text())["value"] == max(
         row["eval/loss"] for row in metrics(tmp_path) if "eval/loss" in row
     )
 
@@ -287,7 +287,7 @@ def test_weights_of_rows_reach_the_loss(sft: Sft, tmp_path: Path) -> None:
     for name, weight in {"whole": [0, 1, 1, 1], "half": [0, 0.5, 0.5, 0.5], "one": [0, 0.5, 1, 1]}.items():
         path = tmp_path / f"{name}.jsonl"
         path.write_text(json.dumps({"tokens": [5, 6, 7, 8], "weights": weight}) + "\n")
-        assert sft(tmp_path / name, f"data.path={path}", "train.max_steps=1") == 0
+        assert sft(tmp_path / name, f"data.path={path}", "train.max_steps=1", "train.global_batch_size=1") == 0
         runs[name] = metrics(tmp_path / name)[0]
     assert runs["whole"]["train/loss"] == pytest.approx(runs["half"]["train/loss"], abs=1e-6)
     assert runs["half"]["train/weight_total"] == pytest.approx(runs["whole"]["train/weight_total"] / 2)
