@@ -27,6 +27,7 @@ __all__ = ["draft_chat"]
 
 _GENERATION_BLOCK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _NOTE_MARKERS = "end token outside of the template's generation markers: trained all the same"
+_NOTE_LEFT_OUT = "the template's generation markers leave assistant turns out: these are not trained"
 _NOTE_EOS = "eos appended: the chat template ends assistant turns with no end token"
 
 
@@ -77,6 +78,8 @@ def _weigh_by_markers(
     if len(spans) != len(turns):
         if not spans or len(set(of_span)) > 1:
             return None
+        if len(spans) < len(turns):
+            turn.notes.append(_NOTE_LEFT_OUT)
         of_span = of_span[:1] * len(spans)
     forced = template.generation_prompt(chat, turns[0])
     ends_open = chat.messages[-1]["role"] == "assistant"
@@ -103,7 +106,10 @@ def _draft_by_prefixes(template: ChatTemplate, chat: Chat, weights: dict[int, fl
         for i, weight in weights.items():
             start = template.prefix_length(before[i], whole, tokens[0])
             if start is None and whole.startswith(before[i]):
-                cause = "its first characters join a token of the generation prompt; take white space off its start"
+                cause = (
+                    "white space where the generation prompt ends and the turn starts makes other tokens together than "
+                    "apart; take it off the content's start or the prompt's end"
+                )
                 raise _refusal(template, chat, i, cause, mask)
             if start is None:
                 cause = "the turn does not start with the generation prompt, or earlier turns are rewritten"

@@ -1,8 +1,10 @@
 """The order of samples is a function of (seed, step) alone; ranks and layouts only spread a step; resume is exact."""
 
+import doctest
 import json
 import re
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -300,3 +302,10 @@ def test_steps_outside_of_the_run_are_refused():
     loader = DatumLoader(dataset([1] * 4), seed=0, global_batch_size=2)
     with pytest.raises(ValueError, match="step 2: the run has the steps 0 to 1"):
         loader.sample_ids(2)
+
+
+def test_the_examples_of_the_data_page_run():
+    page = Path(__file__).parents[2] / "docs" / "data.md"
+    result = doctest.testfile(str(page), module_relative=False)
+    assert result.attempted > 10
+    assert result.failed == 0

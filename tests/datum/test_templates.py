@@ -234,7 +234,10 @@ def test_markers_that_leave_turns_out_are_believed_unless_weights_differ():
     template = MARKED.replace("{% if m['role'] == 'assistant' %}", "{% if m['role'] == 'assistant' and loop.last %}")
     tokenizer = byte_level(template)
     row = chat("a", "b", "c", "d")
-    assert trained(tokenizer, encode(tokenizer, row)) == ["d<|im_end|>"]
+    encoder = RowEncoder(tokenizer)
+    assert trained(tokenizer, *encoder.encode(Row(row, "x:1"))) == ["d<|im_end|>"]
+    text = "the template's generation markers leave assistant turns out: these are not trained"
+    assert encoder.ledger.notes == {text: 1}
     row["messages"][1]["weight"] = 0.5
     assert [w for w in weights_of(encode(tokenizer, row)) if w] == [0.5, 0.5, 1, 1]
 
@@ -246,9 +249,7 @@ def test_content_that_joins_a_token_of_the_header_is_refused():
         joined[: len(tokenizer("assistant\n", add_special_tokens=False).input_ids)]
         != tokenizer("assistant\n").input_ids
     )
-    with pytest.raises(
-        DataError, match="its first characters join a token of the generation prompt; take white space off"
-    ):
+    with pytest.raises(DataError, match="white space where the generation prompt ends and the turn starts makes other"):
         encode(tokenizer, chat("a", "\n\n\nb"))
 
 
