@@ -41,6 +41,7 @@ def tokenize(tokenizer: Any, texts: list[str]) -> list[Tokens]:
     """Tokenise texts as they are: no special token is added, none is taken away, nothing is cut."""
     if not texts:
         return []
-    batch = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, padding=False, verbose=False)
+    extras = {"return_attention_mask": False, "return_token_type_ids": False}
+    batch = tokenizer(texts, add_special_tokens=False, padding=False, truncation=False, verbose=False, **extras)
     encodings = batch.encodings or [None] * len(texts)
     return [Tokens(ids, encoding) for ids, encoding in zip(batch["input_ids"], encodings, strict=True)]
