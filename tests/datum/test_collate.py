@@ -252,6 +252,16 @@ def test_replaced_fields_of_any_accepted_form_are_collated():
     assert isinstance(datum.loss_fn_inputs["weights"], torch.Tensor)
 
 
+@pytest.mark.parametrize("length", [2, 40_000])
+def test_a_replaced_field_with_a_gradient_leaves_it_behind(length):
+    datums = [Datum(torch.arange(length), {"logprobs": torch.zeros(length)}) for _ in range(2)]
+    datums[1].loss_fn_inputs["logprobs"] = torch.full((length,), -1.0, requires_grad=True)
+    got = collate_datums(datums, packed=True)["logprobs"]
+    assert not got.requires_grad
+    assert got.tolist() == [[0.0] * length + [-1.0] * length]
+    assert datums[1].loss_fn_inputs["logprobs"].requires_grad
+
+
 def test_many_long_datums_are_joined_in_order():
     # longer than the pieces in which tensors are joined
     lengths = [40_000, 3, 30_000, 2_000, 1, 33_000]
@@ -464,6 +474,8 @@ def test_a_pack_with_gaps_between_documents_is_kept_as_it_is():
     }
     batch = packed_sequence_thd_collater([pack])
     assert {key: batch[key][0].tolist() for key in pack} == pack
+    masked = packed_sequence_thd_collater([pack | {"weights": [1, 0, 0, 0, 1, 0]}])
+    assert masked["labels"].tolist() == [[2, IGN, IGN, IGN, 5, IGN]]  # as a weight of 0 does everywhere
 
 
 BAD_PACKS = [
@@ -506,6 +518,8 @@ def test_a_malformed_pack_is_refused_with_its_number_and_key(change, text):
 def test_packs_of_unequal_length_need_the_default_ignore_index():
     packs = [pack_features_for_thd([{"input_ids": ids}], ignore_index=-1) for ids in ([1, 2], [3])]
     assert packed_sequence_thd_collater(packs[:1])["labels"].tolist() == [[-1, -1]]
+    masked = pack_features_for_thd([{"input_ids": [1, 2], "labels": [2, 3], "weights": [0, 1]}], ignore_index=-1)
+    assert packed_sequence_thd_collater([masked])["labels"].tolist() == [[-1, 3]]
     with pytest.raises(
         DataError, match=r"pack 0: labels\[0\] is -1; packs of unequal length are filled up with label -100"
     ):

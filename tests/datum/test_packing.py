@@ -65,6 +65,14 @@ def test_best_fit_opens_a_row_only_when_no_row_has_the_space(lengths):
     assert len(rows) <= 1.25 * -(-sum(lengths) // BUDGET) + 1
 
 
+def test_best_fit_of_many_sequences_is_tight():
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(1, 700, (2000,), generator=generator).tolist()
+    rows = pack_best_fit(torch.tensor(lengths).numpy(), 1000)
+    assert len(rows) == best_fit_row_count(lengths, 1000) < len(pack_sequential(lengths, 1000))
+    assert sum(lengths) / (1000 * len(rows)) > 0.995
+
+
 def test_best_fit_fills_rows_that_sequential_leaves_half_empty():
     assert pack_sequential([3, 3, 2, 2], 5) == [[0], [1, 2], [3]]
     assert pack_best_fit([3, 3, 2, 2], 5) == [[0, 3], [1, 2]]
@@ -155,6 +163,12 @@ def test_two_ranks_share_what_one_row_could_hold():
     # one row of 4096 would leave rank 1 idle; the budget bounds a row, it does not ask to fill it
     plan = plan_microbatches([1000, 1000, 600, 400], world_size=2, max_tokens=4096)
     assert [sum(tokens(rank, [1000, 1000, 600, 400])) for rank in plan] in ([1600, 1400], [1400, 1600])
+
+
+def test_rows_that_only_best_fit_can_fill_are_kept():
+    # spread evenly, 6+4+4 would overflow a row of 12
+    plan = plan_microbatches([6, 6, 4, 4, 4], world_size=2, max_tokens=12)
+    assert sorted(flat(plan)) == [[0, 1], [2, 3, 4]]
 
 
 def test_a_rank_without_sequences_gets_fillers():
