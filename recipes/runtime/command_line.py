@@ -93,7 +93,7 @@ class CommandLine:
         if args.hydra_help:
             self.hydra.hydra_help(config_name=self.name, args_parser=self.parser, args=args)
         elif args.shell_completion:
-            _translated(lambda: self.hydra.shell_completion(self.name, overrides), overrides)
+            _translated(lambda: self.hydra.shell_completion(self.name, overrides))
         else:
             composed = self.compose(overrides)
             if args.help:
@@ -104,8 +104,7 @@ class CommandLine:
                 sys.stdout.write(OmegaConf.to_yaml(_without_hydra(composed.cfg)))  # spares a second composition
             else:
                 _translated(
-                    lambda: self.hydra.show_cfg(self.name, overrides, args.cfg, args.package, resolve=args.resolve),
-                    overrides,
+                    lambda: self.hydra.show_cfg(self.name, overrides, args.cfg, args.package, resolve=args.resolve)
                 )
 
     def compose(self, overrides: Sequence[str]) -> Composed:
@@ -117,8 +116,11 @@ class CommandLine:
         Raises:
             ConfigError: Naming the first thing that is wrong.
         """
-        self._check_prefixes(self._parse(overrides), RunMode.RUN)
-        return self._typed(self._compose(overrides, RunMode.RUN))
+        parsed = self._parse(overrides)
+        self._check_prefixes(parsed, RunMode.RUN)
+        cfg = self._compose(overrides, RunMode.RUN)
+        self._check_optional_groups(parsed, cfg)
+        return self._typed(cfg)
 
     def is_sweep(self) -> bool:
         """Whether the flags and overrides ask for a sweep.
@@ -173,7 +175,7 @@ class CommandLine:
         params = [f"{key}={value}" for key, value in (hydra.sweeper.params or {}).items()]
         task = [override for override in parsed if not override.is_hydra_override()]
         fixed = [str(o.input_line) for o in parsed if o.is_hydra_override() and o.key_or_group != "hydra.mode"]
-        batches = _translated(lambda: BasicSweeper.split_arguments(self._parse(params) + task, None), overrides)
+        batches = _translated(lambda: BasicSweeper.split_arguments(self._parse(params) + task, None))
         for job in batches[0]:
             try:
                 self.compose([*fixed, *job, "hydra.mode=RUN"])
@@ -232,13 +234,23 @@ class CommandLine:
                 raise ConfigError(f"{line}: an option cannot be removed; give it another value, {key}=<value>")
             raise ConfigError(f"{line}: keys are never added; write {line.lstrip('+')}")
 
+    def _check_optional_groups(self, overrides: Sequence[Override], cfg: DictConfig) -> None:
+        """Refuse an unknown option of a group that the defaults list marks `optional`, which Hydra would ignore."""
+        repository = self.hydra.config_loader.repository  # type: ignore[attr-defined]
+        if cfg.hydra.searchpath:  # folders that this repository does not know
+            return
+        for override in overrides:
+            group, option = override.key_or_group, override.value()
+            is_option = isinstance(option, str) and group != "hydra" and repository.group_exists(group)
+            if is_option and not repository.config_exists(f"{group}/{option}"):
+                raise ConfigError(self._no_option(group, str(option)))
+
     def _compose(self, overrides: Sequence[str], mode: RunMode) -> DictConfig:
         return _translated(
             lambda: self.hydra.compose_config(
                 config_name=self.name, overrides=list(overrides), run_mode=mode, with_log_configuration=False
             ),
-            overrides,
-            self._group_options,
+            self._no_option,
         )
 
     def _typed(self, cfg: DictConfig) -> Composed:
@@ -256,6 +268,11 @@ class CommandLine:
             HydraConfig.instance().cfg = None
         return Composed(config=config, cfg=cfg, run_dir=run_dir)
 
+    def _no_option(self, group: str, option: str) -> str:
+        accepted = self._group_options(group)
+        near = nearest(option, accepted.partition(" are ")[2].split(", "))
+        return f"{group} has no option {option}{f', did you mean {near}?' if near else ''}; {accepted}"
+
     def _group_options(self, group: str) -> str:
         options = [name for name in self.hydra.config_loader.get_group_options(group) if not name.endswith("_schema")]
         return f"the options of {group} are {', '.join(options)}"
@@ -268,27 +285,23 @@ def _without_hydra(cfg: DictConfig) -> DictConfig:
     return task
 
 
-def _translated(
-    call: Callable[[], Any], overrides: Sequence[str], group_options: Callable[[str], str] | None = None
-) -> Any:
+def _translated(call: Callable[[], Any], no_option: Callable[[str, str], str] | None = None) -> Any:
     """The result of a call to Hydra, its refusals as `ConfigError`."""
     try:
         return call()
     except ConfigError:
         raise
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
-        raise ConfigError(_explain(error, overrides, group_options)) from error
+        raise ConfigError(_explain(error, no_option)) from error
 
 
-def _explain(error: Exception, overrides: Sequence[str], group_options: Callable[[str], str] | None) -> str:
+def _explain(error: Exception, no_option: Callable[[str, str], str] | None) -> str:
     message = str(error).strip()
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and "'" in message:
         missing = message.rsplit("Could not find '", 1)[-1].partition("'")[0]
         group, _, option = missing.rpartition("/")
-        if group and group_options is not None:
-            accepted = group_options(group)
-            near = nearest(option, accepted.partition(" are ")[2].split(", "))
-            return f"{group} has no option {option}{f', did you mean {near}?' if near else ''}; {accepted}"
+        if group and no_option is not None:
+            return no_option(group, option)
         return message.splitlines()[0]
     where = message.partition(": ")[0] if message.startswith("In '") else ""
     cause: BaseException | None = error
