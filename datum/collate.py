@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from datum.columns import PER_TOKEN_FIELDS, Columns, as_field, as_ids, join_columns, join_ids, join_side_input, place
+from datum.columns import Columns, as_field, as_ids, join_columns, join_ids, join_side_input, place
 from datum.errors import DataError, DataTypeError
 from datum.layouts import BATCH_KEYS, as_rows, packed_row, padded_batch
 
@@ -249,13 +249,12 @@ def _side_input(key: str, values: Sequence[Any], totals: list[int], documents: l
     tensors = [as_field(value, f"pack {i}: {key}").reshape(-1) for i, value in enumerate(values)]
     sizes = [tensor.numel() for tensor in tensors]
     is_per_token = sizes == totals
-    wanted = totals if key in PER_TOKEN_FIELDS else documents
-    if sizes not in (totals, wanted):
+    if sizes not in (totals, documents):
         wrong = [i for i, size in enumerate(sizes) if size not in (totals[i], documents[i])]
-        i = wrong[0] if wrong else next(i for i, size in enumerate(sizes) if size != wanted[i])
+        i = wrong[0] if wrong else next(i for i, size in enumerate(sizes) if size != documents[i])
         raise DataError(
             f"pack {i}: {key} has length {sizes[i]}; accepted are {totals[i]} entries, one per token, or "
-            f"{documents[i]}, one per document, in every pack alike (weights and logprobs only per token)"
+            f"{documents[i]}, one per document, in every pack alike"
         )
     return join_side_input("pack", key, tensors, sizes)[0], is_per_token
 

@@ -67,6 +67,6 @@ def _row(datum: Datum, ignore_index: int) -> dict[str, list[Any]]:
     row["attention_mask"] = [1] * len(row["input_ids"])
     row["labels"] = row.pop("target_tokens", [ignore_index] * len(row["input_ids"]))
     if "weights" in row:
-        as_float32 = torch.tensor(row["weights"], dtype=torch.float32).tolist()
+        as_float32 = torch.tensor(row["weights"], dtype=torch.float32).expand(len(row["labels"])).tolist()
         row["labels"] = [ignore_index if weight == 0 else label for label, weight in zip(row["labels"], as_float32)]
     return row

@@ -19,8 +19,6 @@ from datum.errors import DataError, DataTypeError
 
 __all__ = ["Columns", "as_field", "as_ids", "check_ignore_index", "join_columns", "join_ids", "join_side_input"]
 
-# Fields with one entry per token by their meaning: one value for a whole sequence is a mistake, not a per-sample field.
-PER_TOKEN_FIELDS = frozenset({"weights", "logprobs", "old_logprobs", "ref_logprobs"})
 # With this many elements torch.cat starts its threads once for each tensor it joins; below, it runs serially.
 _SERIAL_CAT = 32_768
 
@@ -133,10 +131,13 @@ def join_columns(
     labels = None
     if targets is not None:
         labels = _join_targets(unit, *targets, lengths, ignore_index)
-        if "weights" in per_token:
+        if "weights" in side_inputs:
+            is_trained = (
+                per_token["weights"] != 0 if "weights" in per_token else (per_sample["weights"] != 0).repeat(lengths)
+            )
             # ignore_index where the weight is 0; without branches, which a random mask makes five times as slow
             labels -= ignore_index
-            labels *= per_token["weights"] != 0
+            labels *= is_trained
             labels += ignore_index
     return Columns(lengths, ids, labels, per_token, per_sample)
 
@@ -160,7 +161,7 @@ def join_side_input(unit: str, key: str, values: Sequence[Any], lengths: list[in
         values = [as_field(value, f"{unit} {i}: {key}").float() for i, value in enumerate(values)]
     sizes = list(map(Tensor.numel, values))
     is_per_token = sizes == lengths
-    if not is_per_token and (key in PER_TOKEN_FIELDS or set(sizes) != {1}):
+    if not is_per_token and set(sizes) != {1}:
         _refuse_lengths(unit, key, values, sizes, lengths)
     if set(map(Tensor.dim, values)) != {1}:
         for i, value in enumerate(values):
@@ -237,11 +238,6 @@ def _refuse_negative(unit: str, key: str, ids: np.ndarray, lengths: list[int], b
 
 def _refuse_lengths(unit: str, key: str, values: Sequence[Tensor], sizes: list[int], lengths: list[int]) -> NoReturn:
     rule = "a per-token field needs one entry per token, a per-sample value must be a scalar"
-    if key in PER_TOKEN_FIELDS:
-        i = next(i for i, size in enumerate(sizes) if size != lengths[i])
-        raise DataError(
-            f"{unit} {i}: {key} has length {sizes[i]}, input_ids has {lengths[i]}; {key} needs one entry per token"
-        )
     for i, (size, length) in enumerate(zip(sizes, lengths)):
         if size not in (1, length):
             raise DataError(f"{unit} {i}: {key} has length {size}, input_ids has {length}; {rule}")

@@ -32,8 +32,10 @@ def train(config: SFTConfig, run_dir: Path) -> float | None:
     from recipes.training.ranks import largest_over_ranks, prepare_model, seed_step, start_accelerator
     from recipes.training.run import Run
     from recipes.training.step import train_step
+    from recipes.training.trackers import require_tracker
 
     # What is trained, on what, and by which rule.
+    require_tracker(config.logger)
     accelerator = start_accelerator(config.train.precision, config.launch.num_processes)
     language_model = build_model(
         config.model,

@@ -61,8 +61,8 @@ def require_fit(data: Data, language_model: LanguageModel, loss: Loss) -> None:
     for name in loss.required_fields:
         if name not in data.train.keys:
             raise DataError(
-                f"the loss reads {name!r}, which the rows do not have; they have {', '.join(data.train.keys)}. Give token "
-                f"rows a column {name!r}, or choose another loss"
+                f"the loss reads {name!r}, which the rows do not have; they have {', '.join(data.train.keys)}. Give "
+                f"token rows a column {name!r}, or choose another loss"
             )
     longest, limit = int(data.train.lengths.max()), language_model.max_positions
     if limit is not None and longest > limit:

@@ -47,9 +47,8 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
 
 def environment_changes(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """One phrase for each item that differs, for example `torch 2.13.0 -> 2.14.0`."""
-    return [
-        f"{key} {saved.get(key)} -> {now.get(key)}" for key in sorted({*saved, *now}) if saved.get(key) != now.get(key)
-    ]
+    keys = sorted({*saved, *now})
+    return [f"{key} {saved.get(key)} -> {now.get(key)}" for key in keys if saved.get(key) != now.get(key)]
 
 
 def require_same_options(saved: dict[str, Any], now: dict[str, Any]) -> None:

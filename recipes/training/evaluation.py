@@ -135,8 +135,8 @@ def evaluate_loss(model: nn.Module, batches: Iterable[Mapping[str, Any]], loss: 
         loss: The training loss.
 
     Returns:
-        `eval/loss` and `eval/token_accuracy` (weighted share of the targets that are the most likely token); empty where
-        no held-out token has weight.
+        `eval/loss` and `eval/token_accuracy` (weighted share of the targets that are the most likely token); empty
+        where no held-out token has weight.
     """
     was_training = model.training
     model.eval()

@@ -41,7 +41,7 @@ def announce(
         "model: %s parameters, %s trained; attention %s; %s, %d rank(s)",
         f"{total:,}",
         f"{trained:,}",
-        language_model.backend.value,
+        language_model.backend,
         accelerator.device,
         accelerator.num_processes,
     )

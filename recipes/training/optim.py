@@ -40,8 +40,8 @@ def learning_rates(scheduler: SchedulerConfig, peak_lr: float, num_steps: int) -
 
     Warm-up rises linearly and reaches the peak in step `warmup_steps`: with 4 warm-up steps the first rates are 1/5,
     2/5, 3/5, 4/5 of the peak. linear and cosine fall from there to `min_ratio` of the peak after the last step (with
-    min_ratio 0 the last step itself is still taken at a rate above 0); wsd stays at the peak and falls linearly over the
-    last `decay_fraction` of the run.
+    min_ratio 0 the last step itself is still taken at a rate above 0); wsd stays at the peak and falls linearly over
+    the last `decay_fraction` of the run.
 
     Raises:
         ValueError: The scheduler has no known name.

@@ -44,7 +44,7 @@ class Run:
     """State, metrics, checkpoints and results of a run.
 
     Args:
-        run_dir: Run folder, shared by all ranks; only the main process writes to it, but for its ranks' checkpoint parts.
+        run_dir: Run folder, shared by all ranks; the main process alone writes to it, but for checkpoint shards.
         config: The recipe's typed configuration.
         language_model: What is trained.
         optimizer: Its AdamW.
@@ -79,7 +79,7 @@ class Run:
     # ------------------------------------------------------------------------------------------------------- beginning
 
     def is_finished(self) -> bool:
-        """Whether this folder already holds the result of a run of as many steps, and the run was asked to resume it."""
+        """Whether the run was asked to resume a folder that already holds the result of as many steps."""
         rows = read_metrics(self.run_dir / "metrics.jsonl")
         has_result = (self.run_dir / "objective.json").exists() and (self.run_dir / "final").is_dir()
         is_done = (

@@ -34,21 +34,23 @@ def start_tracker(
     logger: LoggerConfig, run_dir: Path, tracker_id: str, accelerator: Accelerator
 ) -> GeneralTracker | None:
     """Open the configured tracker on the main process; None elsewhere and for logger=none."""
-    if not accelerator.is_main_process:
+    if logger.name == "none" or not accelerator.is_main_process:
         return None
+    tracker: GeneralTracker
     if isinstance(logger, WandbConfig):
-        return WandBTracker(
+        tracker = WandBTracker(
             logger.project,
             id=tracker_id,
             resume="allow",
             name=logger.run_name or run_dir.name,
             entity=logger.entity,
-            dir=str(run_dir),
             mode=logger.mode,
+            dir=str(run_dir),
         )
-    if logger.name == "tensorboard":
-        return TensorBoardTracker("tensorboard", logging_dir=str(run_dir))
-    return None
+    else:
+        tracker = TensorBoardTracker("tensorboard", logging_dir=str(run_dir))
+    tracker.start()
+    return tracker
 
 
 def log_metrics(tracker: GeneralTracker | None, row: Mapping[str, Any]) -> None:

@@ -282,9 +282,8 @@ def test_many_long_datums_are_joined_in_order():
 
 GOOD = {"target_tokens": [2, 3], "weights": [1.0, 1.0], "advantages": [0.5, 0.5]}
 BAD_FIELDS = [
-    ("weights", [1.0], DataError, "weights has length 1, input_ids has 2; weights needs one entry per token"),
-    ("weights", 1.0, DataError, "weights has length 1, input_ids has 2; weights needs one entry per token"),
-    ("logprobs", 1.0, DataError, "logprobs has length 1, input_ids has 2; logprobs needs one entry per token"),
+    ("weights", [1.0], DataError, "weights has length 1, input_ids has 2, while datum 0 gives one entry per token"),
+    ("weights", [1.0, 1.0, 1.0], DataError, "weights has length 3, input_ids has 2; a per-token field needs one entry"),
     (
         "target_tokens",
         [2, 3, 4],
@@ -531,3 +530,15 @@ def test_the_examples_of_the_batch_page_run():
     result = doctest.testfile(str(page), module_relative=False, optionflags=doctest.NORMALIZE_WHITESPACE)
     assert result.attempted > 10
     assert result.failed == 0
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_one_weight_for_a_sequence_is_per_sample_and_masks_all_its_targets(packed: bool) -> None:
+    datums = [
+        Datum([1, 2, 3], {"target_tokens": [2, 3, 4], "weights": 0.0}),
+        Datum([5, 6], {"target_tokens": [6, 7], "weights": 0.5}),
+    ]
+    batch = collate_datums(datums, packed=packed)
+    assert batch["weights"].tolist() == [0.0, 0.5]
+    assert batch["labels"][batch["labels"] != -100].tolist() == [6, 7]
+    assert_same(batch, collate_datums_reference(datums, packed=packed))

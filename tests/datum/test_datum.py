@@ -141,8 +141,8 @@ def test_features_without_targets_have_no_labels_and_without_weights_mask_nothin
 
 
 def test_features_of_a_malformed_datum_are_refused_like_its_batch():
-    with pytest.raises(DataError, match="weights has length 1, input_ids has 2"):
-        Datum([1, 2], {"target_tokens": [2, 3], "weights": [1]}).to_features()
+    with pytest.raises(DataError, match="weights has length 3, input_ids has 2"):
+        Datum([1, 2], {"target_tokens": [2, 3], "weights": [1, 1, 1]}).to_features()
 
 
 def test_the_package_imports_no_torch_until_a_name_is_used():

@@ -37,7 +37,7 @@ def rows_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def sft(rows_path: Path) -> Callable[..., int]:
-    """Run `recipes.sft` in this process: sft(run_dir, *overrides) -> exit code."""
+    """A call runs `recipes.sft` in this process with a run folder and overrides, and returns the exit code."""
     from recipes.runtime.entry import run
     from recipes.sft import train
 

@@ -71,7 +71,7 @@ def test_min_ratio_is_the_floor(name: str) -> None:
 
 
 def test_unknown_name_is_refused() -> None:
-    with pytest.raises(ValueError, match="scheduler.name=step"):
+    with pytest.raises(ValueError, match=r"scheduler\.name=step"):
         learning_rates(SchedulerConfig(name="step"), 1.0, 10)
 
 
