@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from peft import PeftModel
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 Score = Callable[[str, Mapping[str, Any]], float]
@@ -52,7 +52,7 @@ def exact_match(completion: str, row: Mapping[str, Any]) -> float:
 
 @torch.no_grad()
 def answer_questions(
-    model: PreTrainedModel,
+    model: PreTrainedModel | PeftModel,
     tokenizer: PreTrainedTokenizerBase,
     questions: Sequence[Question],
     *,
@@ -77,17 +77,17 @@ def answer_questions(
         completions = _generate(model, [questions[i].prompt_ids for i in chosen], stops, max_new_tokens)
         for i, ids in zip(chosen, completions, strict=True):
             is_finished = bool(ids) and ids[-1] in stops
-            text = tokenizer.decode(ids, skip_special_tokens=True)
+            text = str(tokenizer.decode(ids, skip_special_tokens=True))
             value = score(text, questions[i].row) if is_finished else 0.0
             if not 0 <= value <= 1:
                 raise ValueError(f"the score of {text!r} is {value}: accepted are numbers from 0 to 1")
-            prompt = tokenizer.decode(list(questions[i].prompt_ids))
+            prompt = str(tokenizer.decode(list(questions[i].prompt_ids)))
             answers[i] = Answer(prompt, text, is_finished, float(value), questions[i].answer)
     model.train(was_training)
     return [answers[i] for i in range(len(questions))]
 
 
-def stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
+def stop_ids(model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
     """Every id that ends a completion: those of the generation config and the tokenizer's end-of-sequence token."""
     configured = model.generation_config.eos_token_id if model.generation_config is not None else None
     ids = configured if isinstance(configured, list) else [configured]
@@ -95,7 +95,7 @@ def stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[
 
 
 def _generate(
-    model: PreTrainedModel, prompts: Sequence[Sequence[int]], stops: set[int], max_new_tokens: int
+    model: PreTrainedModel | PeftModel, prompts: Sequence[Sequence[int]], stops: set[int], max_new_tokens: int
 ) -> list[list[int]]:
     """Greedy continuations, each cut after its first stop id."""
     width = max(len(prompt) for prompt in prompts)
@@ -112,7 +112,7 @@ def _generate(
         eos_token_id=sorted(stops) or None,
         pad_token_id=fill,
     )
-    output: Tensor = model.generate(
+    output = model.generate(  # type: ignore[operator]
         input_ids=input_ids.to(model.device), attention_mask=attention_mask.to(model.device), generation_config=config
     )
     completions = []

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from conf.closed import ConfigError
 from recipes.training.ranks import rank_and_world, sum_over_ranks, wait_for_ranks
@@ -94,7 +95,7 @@ def save_checkpoint(run_dir: Path, model: nn.Module, optimizer: torch.optim.Opti
     final = run_dir / "checkpoints" / checkpoint_name(state.step)
     aside = final.with_name(f".tmp-{final.name}")
     require_finite_weights(model)
-    failure: Exception | None = None
+    failure: BaseException | None = None
     try:
         if rank == 0:
             shutil.rmtree(aside, ignore_errors=True)
@@ -129,13 +130,14 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimiz
     _, world_size = rank_and_world()
     state_path = path / "state"
     wanted = _tensors(model, optimizer)
-    stored = dcp.FileSystemReader(state_path).read_metadata().state_dict_metadata
+    metadata = dcp.FileSystemReader(state_path).read_metadata().state_dict_metadata
+    stored = {name: list(item.size) for name, item in metadata.items() if isinstance(item, TensorStorageMetadata)}
     problems = [f"{name} is missing" for name in wanted if name not in stored]
     problems += [f"{name} is not in this model" for name in stored if name not in wanted]
     problems += [
-        f"{name} is {list(stored[name].size)}, here {list(tensor.shape)}"
+        f"{name} is {stored[name]}, here {list(tensor.shape)}"
         for name, tensor in wanted.items()
-        if name in stored and list(stored[name].size) != list(tensor.shape)
+        if name in stored and stored[name] != list(tensor.shape)
     ]
     if problems:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
@@ -300,7 +302,7 @@ def _local(parameter: Tensor) -> Tensor:
     return parameter.to_local() if hasattr(parameter, "to_local") else parameter
 
 
-def _all_succeeded(failure: Exception | None, final: Path, aside: Path | None = None) -> None:
+def _all_succeeded(failure: BaseException | None, final: Path, aside: Path | None = None) -> None:
     """Agree over all ranks; where one failed, clean up and raise on every rank."""
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     failures = int(sum_over_ranks(torch.tensor(int(failure is not None), device=device)))
