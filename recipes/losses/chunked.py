@@ -82,8 +82,6 @@ class RecomputedScores(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         _refuse_create_graph()
         hidden, weight, bias, targets, entropies, by_row = ctx.saved_tensors
-        if by_logprobs is None and by_entropy is None:
-            return (None,) * 7
         if by_row is not None and by_logprobs is not None and by_entropy is None:
             return (by_row * by_logprobs[:, None]).to(hidden.dtype), *(None,) * 6
         with _no_autocast(hidden):

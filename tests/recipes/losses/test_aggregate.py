@@ -331,6 +331,19 @@ def test_the_example_of_the_design_in_both_layouts():
         assert tokens.to("cpu").fields.keys() == {"advantages"}
 
 
+def test_rows_of_several_documents_with_padding_between_them():
+    batch = {
+        "labels": torch.tensor([[1, 2, -100, 3, 4, -100], [5, 6, 7, -100, -100, -100]]),
+        "seq_lens": torch.tensor([[2, 2], [3, -1000]]),
+        "seq_lens_padded": torch.tensor([[3, 3], [6, -1000]]),
+        "advantages": torch.tensor([10.0, 20.0, 30.0]),
+    }
+    tokens, _, _ = select_tokens(batch)
+    assert tokens.sequence.tolist() == [0, 0, 1, 1, 2, 2, 2]
+    assert tokens.get("advantages").tolist() == [10, 10, 20, 20, 30, 30, 30]
+    assert count_batch(batch) == StepCounts(7.0, 3, 3, 7)
+
+
 def test_without_weights_every_label_weighs_1():
     batch = {"input_ids": torch.tensor([[1, 2, 3]]), "labels": torch.tensor([[2, -100, 4]])}
     tokens, selected, _ = select_tokens(batch)

@@ -18,7 +18,7 @@ SCRIPT = Path(__file__).parents[3] / "scripts" / "bench_logprobs.py"
 
 def growth_mib(job, **options):
     arguments = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-    command = [sys.executable, str(SCRIPT), "--measure", "memory", "--jobs", job, *arguments]
+    command = [sys.executable, str(SCRIPT), "--measure", "memory", "--threads", "1", "--jobs", job, *arguments]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     run = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
     return json.loads(run.stdout)["growth_mib"]
