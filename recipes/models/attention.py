@@ -134,12 +134,12 @@ def document_sdpa(
         )
     rows, _, width, _ = query.shape
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    if pattern is None and attention_mask is not None:
+    if not causal or key.shape[2] != width:
+        problem = "attention that is not causal self-attention, or a cache: pass use_cache=False"
+    elif pattern is None and attention_mask is not None:
         problem = "a mask of the model's own, or attention_mask: leave attention_mask out"
     elif kwargs.get("position_bias") is not None:
         problem = "a bias by position"
-    elif not causal or key.shape[2] != width:
-        problem = "attention that is not causal self-attention, or a cache: pass use_cache=False"
     elif pattern is not None and pattern.is_packed and cu_seq_lens_q is None:
         problem = "position_ids that restart within a row, but without cu_seq_lens_q, which says where documents end"
     else:

@@ -144,15 +144,14 @@ def build_model(
             model.activation_checkpointing_enable({"use_reentrant": False})
         except ValueError as error:
             raise ModelError(f"model.gradient_checkpointing=true: {error}") from error
-    if config.compile:
-        for layer in _decoder_layers(model):
-            layer.compile()
-
     scoring = ScoringModel(trained, backend=chosen, scope=scope, axes=axes)
     if scoring.full_logits_reason is not None:
         notes.append(
             f"log-probabilities are read off full logits, which takes more memory: {scoring.full_logits_reason}"
         )
+    if config.compile:  # after the probes, which would be compiled too
+        for layer in _decoder_layers(model):
+            layer.compile()
     scoring.train()
     return LanguageModel(scoring, tokenizer, config, chosen.value, notes, dropout)
 

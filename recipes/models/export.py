@@ -10,7 +10,7 @@ import torch
 from peft import PeftModel
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from conf.schema import Backend, LoraExport
 from recipes.models.build import LanguageModel
@@ -126,15 +126,16 @@ def _save_whole(base: PreTrainedModel, state: dict[str, Tensor], folder: Path, l
     # A fresh object of the plain class: sharded wrappers put their own name into config.json.
     plain_class: Any = next(c for c in type(base).__mro__ if not issubclass(c, FSDPModule))
     with torch.device("meta"):
-        fresh = plain_class(config)
+        fresh = plain_class(config).to(base.dtype)
     fresh.generation_config = copy.deepcopy(base.generation_config)
     contiguous = {name: tensor.contiguous() for name, tensor in state.items()}
     try:
         fresh.save_pretrained(folder, state_dict=contiguous)
     except ValueError as error:
         # Some checkpoints carry a generation_config.json that Transformers reads but refuses to write.
-        log.warning("final: generation_config.json is left out: %s", str(error).splitlines()[0])
-        fresh.generation_config = None
+        log.warning("final: generation_config.json keeps token ids alone: %s", " ".join(str(error).split())[:300])
+        ids = ("bos_token_id", "eos_token_id", "pad_token_id")
+        fresh.generation_config = GenerationConfig(**{name: getattr(base.generation_config, name) for name in ids})
         fresh.save_pretrained(folder, state_dict=contiguous)
 
 

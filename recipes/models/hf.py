@@ -33,7 +33,7 @@ from transformers.utils import logging as transformers_logging
 from conf.schema import ModelConfig
 from recipes.models.errors import ModelError
 
-__all__ = ["load", "load_folder", "quiet"]
+__all__ = ["load", "load_folder", "load_tokenizer", "quiet"]
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ def load(config: ModelConfig, seed: int) -> tuple[PreTrainedModel, PreTrainedTok
     where = _locate(config.name, "model.name")
     dtype = getattr(torch, config.dtype.value)
     model = load_folder(where, dtype=dtype, trust_remote_code=config.trust_remote_code)
-    return model, _load_tokenizer(config, where)
+    return model, load_tokenizer(config, where)
 
 
 def load_folder(where: str, *, dtype: torch.dtype, trust_remote_code: bool = False) -> PreTrainedModel:
@@ -138,7 +138,12 @@ def _loader(where: str, config: PreTrainedConfig) -> Any:
     )
 
 
-def _load_tokenizer(config: ModelConfig, where: str) -> PreTrainedTokenizerBase:
+def load_tokenizer(config: ModelConfig, where: str) -> PreTrainedTokenizerBase:
+    """Load the tokenizer that `model.tokenizer` means, or else the one in `where`.
+
+    Raises:
+        ModelError: There is none.
+    """
     source = where if config.tokenizer is None else config.tokenizer
     key = "model.name" if config.tokenizer is None else "model.tokenizer"
     if config.tokenizer is not None and not Path(source).expanduser().is_dir():
@@ -161,7 +166,9 @@ def _attempt(where: str, call: Callable[[], _Loaded], key: str = "model.name") -
         if isinstance(error, ModelError):
             raise
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-        if not Path(where).exists() and isinstance(error, OSError):
+        if "trust_remote_code" in str(error):
+            lines = ["it comes with Python code of its own, which is run with model.trust_remote_code=true alone"]
+        elif not Path(where).exists() and isinstance(error, OSError):
             lines = [
                 "no such folder, and the hub does not give it (no such id, no access, or no connection): " + lines[0]
             ]

@@ -82,8 +82,10 @@ def find_leak(
             return "tokens see what comes after them: this is not a causal language model"
         if _moved(together, logits(second)) > close:
             return "a document beside another differs from the same document alone"
-    except (ModelError, ValueError, NotImplementedError) as error:
+    except ModelError as error:
         return str(error)
+    except (TypeError, ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
     finally:
         model.train(was_training)
     return None

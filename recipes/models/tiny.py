@@ -1,13 +1,12 @@
 """`model=tiny`: a small Llama with random weights and the tokenizer of this repository, without any download."""
 
 from importlib.resources import as_file, files
-from pathlib import Path
 
 import torch
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from conf.schema import TinyModelConfig
-from recipes.models.errors import ModelError
+from recipes.models.hf import load_tokenizer
 
 __all__ = ["build"]
 
@@ -16,7 +15,7 @@ def build(config: TinyModelConfig, seed: int) -> tuple[PreTrainedModel, PreTrain
     """Build the model from its sizes.
 
     Args:
-        config: Sizes; `tokenizer` names a folder with another tokenizer.
+        config: Sizes; `tokenizer` names another tokenizer.
         seed: Of the weights; the global generator is left as it was.
 
     Returns:
@@ -25,7 +24,8 @@ def build(config: TinyModelConfig, seed: int) -> tuple[PreTrainedModel, PreTrain
     Raises:
         ModelError: The tokenizer is not there.
     """
-    tokenizer = _load_tokenizer(config.tokenizer)
+    with as_file(files("recipes") / "demo" / "tokenizer") as folder:
+        tokenizer = load_tokenizer(config, str(folder))
     llama = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=config.hidden_size,
@@ -42,15 +42,3 @@ def build(config: TinyModelConfig, seed: int) -> tuple[PreTrainedModel, PreTrain
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return LlamaForCausalLM(llama), tokenizer
-
-
-def _load_tokenizer(name: str | None) -> PreTrainedTokenizerBase:
-    if name is not None:
-        folder = Path(name).expanduser()
-        if not (folder / "tokenizer_config.json").exists():
-            raise ModelError(f"model.tokenizer={name}: model=tiny takes a folder that holds a tokenizer")
-        return AutoTokenizer.from_pretrained(folder)
-    with as_file(files("recipes") / "demo" / "tokenizer") as folder:
-        if not (folder / "tokenizer_config.json").exists():
-            raise ModelError(f"{folder} is missing: the installation is incomplete; pip install it again")
-        return AutoTokenizer.from_pretrained(folder)
