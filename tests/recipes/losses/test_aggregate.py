@@ -3,6 +3,7 @@
 import math
 import re
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -221,6 +222,18 @@ def test_what_an_untrained_position_holds_is_not_read(drawn, mode, packed, poiso
     for g, w in zip(got[1], wanted[1], strict=True):
         assert torch.equal(g, w)
         assert g.isfinite().all()
+
+
+def test_the_loss_of_the_documentation_works_as_it_stands():
+    text = (Path(__file__).parents[3] / "docs" / "losses.md").read_text(encoding="utf-8")
+    names = {}
+    exec(re.search(r"```python\n(.*?)```", text, re.DOTALL)[1], names)
+    torch.manual_seed(0)
+    sides = {"target_tokens": [1, 2, 3], "weights": [1, 0, 2], "logprobs": [-1.0, -2.0, -3.0], "advantages": 0.5}
+    batch = collate_datums([Datum([0, 1, 2], sides)], packed=True)
+    table, head = (torch.randn(VOCAB, WIDTH, requires_grad=True) for _ in range(2))
+    got, wanted = (step([batch], kind("sequence"), table, head) for kind in (names["RatioLoss"], RatioLoss))
+    assert_same_step(got, wanted)
 
 
 # ------------------------------------------------------------------------------------------------- worked by hand
