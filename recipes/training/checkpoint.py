@@ -27,14 +27,18 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from conf.closed import ConfigError
+from recipes.runtime.outcome import StopRun
 from recipes.training.ranks import rank_and_world, sum_over_ranks, wait_for_ranks
 
 FORMAT_VERSION = 1
 _MARKER = "COMPLETE"
 
 
-class SaveError(RuntimeError):
-    """A checkpoint could not be published; the earlier ones are untouched."""
+class SaveError(StopRun):
+    """A checkpoint could not be published: the run ends with exit code 1, the earlier ones are untouched."""
+
+    def __init__(self, message: str):
+        super().__init__(1, message)
 
 
 @dataclass
