@@ -167,7 +167,8 @@ def make_filler(keys: Iterable[str], *, packed: bool) -> dict[str, Any]:
 
     Returns:
         A batch [1, 1] of the same keys and dtypes: token 0, `labels` the ignore index, side inputs 0. Its one position
-        is real, not padding, so that attention has something to look at.
+        is real, not padding, so that attention has something to look at. The extra key `filler` tells whoever counts
+        sequences and tokens to leave it out.
 
     >>> make_filler(["labels", "weights"], packed=False)["labels"]
     tensor([[-100]])
@@ -179,7 +180,7 @@ def make_filler(keys: Iterable[str], *, packed: bool) -> dict[str, Any]:
     filler = collate_datums([Datum([0], {**targets, **side_inputs, "weights": 0.0})], packed=packed)
     if "weights" not in keys:
         del filler["weights"]
-    return filler
+    return filler | {"filler": True}
 
 
 # ------------------------------------------------------------------------------------------------------------- helpers

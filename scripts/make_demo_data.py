@@ -3,8 +3,8 @@
     python -m scripts.make_demo_data
 
 There are 4,095 unordered pairs of numbers from 10 to 99. A seeded shuffle holds HELD_OUT of them out: neither order of
-such a pair is trained, and the evaluation file asks each once, in a random order. The training file asks the other pairs
-in both orders. The files are a function of the constants below; a test compares them byte by byte with a fresh set.
+such a pair is trained, and the evaluation file asks each once, in a random order. The training file asks the others in
+both orders. The files are a function of the constants below; a test compares them byte by byte with a fresh set.
 """
 
 import argparse

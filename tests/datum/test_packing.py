@@ -213,6 +213,7 @@ def test_a_filler_has_the_keys_and_dtypes_of_a_batch_and_trains_nothing(packed, 
     batch = collate_datums([Datum([1], inputs)], packed=packed)
     for keys in (batch, inputs):
         filler = make_filler(keys, packed=packed)
+        assert filler.pop("filler") is True
         assert set(filler) == set(batch)
         for key, value in batch.items():
             assert filler[key] == value if key == "qkv_format" else filler[key].dtype == value.dtype

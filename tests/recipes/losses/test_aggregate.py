@@ -162,7 +162,7 @@ def layouts(draw, datums):
             batches.append(collate_datums(members, packed=layout == "packed", pad_seq_len_divisible=divisible))
         if draw(st.booleans()):
             packed = draw(st.booleans())
-            batches.append({**make_filler(datums[0].loss_fn_inputs, packed=packed), FILLER: True})
+            batches.append(make_filler(datums[0].loss_fn_inputs, packed=packed))
     return batches
 
 
@@ -314,7 +314,7 @@ def test_only_constant_counts_a_sequence_without_trained_tokens():
 
 def test_a_filler_is_no_sequence_and_no_token():
     for packed in (False, True):
-        filler = {**make_filler(["target_tokens", "weights"], packed=packed), FILLER: True}
+        filler = make_filler(["target_tokens", "weights"], packed=packed)
         assert count_batch(filler) == StepCounts()
         tokens, selected, _ = select_tokens(filler)
         assert len(tokens) == 0

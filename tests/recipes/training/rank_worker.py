@@ -43,13 +43,14 @@ def main() -> None:
     for name, loss in {
         "cross_entropy": CrossEntropy(),
         "sequence": CrossEntropy("sequence"),
+        "constant": CrossEntropy("constant", 7),
         "surrogate": Surrogate(),
     }.items():
         optimizer = Keep(model.parameters())
         steps = [train_step(model, microbatches, loss, optimizer, accelerator=accelerator) for _ in range(2)]
         names = dict(MODEL.named_parameters())
         results[name] = {
-            "steps": [(step.loss, step.grad_norm) for step in steps],
+            "steps": [(step.loss, step.grad_norm, step.tokens) for step in steps],
             "gradients": {key: optimizer.seen[p] for key, p in names.items()},
         }
     if rank == 0:

@@ -235,6 +235,7 @@ def test_two_ranks_have_the_gradient_of_one(tmp_path: Path, packed: bool) -> Non
         for one, other in zip(results[1][name]["steps"], results[2][name]["steps"], strict=True):
             assert one[0] == pytest.approx(other[0], abs=1e-6)
             assert one[1] == pytest.approx(other[1], rel=1e-5)
+            assert one[2] == other[2]
         g, h = results[1][name]["gradients"], results[2][name]["gradients"]
         whole = torch.sqrt(sum(value.square().sum() for value in g.values()))
         for key, value in g.items():
