@@ -37,7 +37,7 @@ _MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
 _SHARED_EXPERT = {"shared_expert_intermediate_size": 16}
 
 
-def _text(prefix: str, **options: Any) -> PreTrainedModel:
+def text_model(prefix: str, **options: Any) -> PreTrainedModel:
     config = getattr(transformers, f"{prefix}Config")(**{**_COMMON, **options})
     return getattr(transformers, f"{prefix}ForCausalLM")(config)
 
@@ -76,11 +76,11 @@ def _bert() -> PreTrainedModel:
 
 
 FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
-    "llama": lambda: _text("Llama"),
-    "qwen3": lambda: _text("Qwen3", head_dim=8),
-    "mistral": lambda: _text("Mistral", sliding_window=WINDOW),
+    "llama": lambda: text_model("Llama"),
+    "qwen3": lambda: text_model("Qwen3", head_dim=8),
+    "mistral": lambda: text_model("Mistral", sliding_window=WINDOW),
     "gemma3": lambda: transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**_COMMON, head_dim=8, **_SLIDING)),
-    "gemma2": lambda: _text(
+    "gemma2": lambda: text_model(
         "Gemma2",
         head_dim=8,
         query_pre_attn_scalar=8,
@@ -88,13 +88,13 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
         attn_logit_softcapping=5.0,
         final_logit_softcapping=3.0,
     ),
-    "qwen3_moe": lambda: _text("Qwen3Moe", head_dim=8, **_MOE),
+    "qwen3_moe": lambda: text_model("Qwen3Moe", head_dim=8, **_MOE),
     # Its layers do not tell the attention function their window.
-    "qwen2_moe": lambda: _text("Qwen2Moe", **_MOE, **_SHARED_EXPERT, use_sliding_window=True, **_SLIDING),
+    "qwen2_moe": lambda: text_model("Qwen2Moe", **_MOE, **_SHARED_EXPERT, use_sliding_window=True, **_SLIDING),
     "gpt2": _gpt2,
-    "cohere": lambda: _text("Cohere", logit_scale=0.125),
-    "granite": lambda: _text("Granite", logits_scaling=4.0, embedding_multiplier=2.0, attention_multiplier=0.5),
-    "gpt_oss": lambda: _text("GptOss", head_dim=8, **_SLIDING, **_MOE),
+    "cohere": lambda: text_model("Cohere", logit_scale=0.125),
+    "granite": lambda: text_model("Granite", logits_scaling=4.0, embedding_multiplier=2.0, attention_multiplier=0.5),
+    "gpt_oss": lambda: text_model("GptOss", head_dim=8, **_SLIDING, **_MOE),
     "qwen2_vl": lambda: _vision_language("Qwen2VL", embed_dim=8, hidden_size=16),
     "qwen2_5_vl": lambda: _vision_language(
         "Qwen2_5_VL", hidden_size=8, out_hidden_size=16, intermediate_size=8, fullatt_block_indexes=[0]
@@ -107,8 +107,8 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
         deepstack_visual_indexes=[0],
         num_position_embeddings=16,
     ),
-    "mamba2": lambda: _text("Mamba2", num_heads=4, head_dim=8, state_size=8, n_groups=1, expand=2, chunk_size=8),
-    "qwen3_next": lambda: _text(
+    "mamba2": lambda: text_model("Mamba2", num_heads=4, head_dim=8, state_size=8, n_groups=1, expand=2, chunk_size=8),
+    "qwen3_next": lambda: text_model(
         "Qwen3Next",
         head_dim=8,
         layer_types=["linear_attention", "full_attention"],
@@ -119,7 +119,7 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
         **_MOE,
         **_SHARED_EXPERT,
     ),
-    "falcon_h1": lambda: _text(
+    "falcon_h1": lambda: text_model(
         "FalconH1",
         mamba_d_ssm=16,
         mamba_n_heads=2,

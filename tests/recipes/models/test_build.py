@@ -20,6 +20,7 @@ from tests.recipes.models.families import (
     collate,
     documents,
     family_config,
+    text_model,
     tokenizer,
 )
 
@@ -131,8 +132,9 @@ def test_a_head_that_has_come_apart_is_refused(monkeypatch: pytest.MonkeyPatch) 
         build(family_config("torn"))
 
 
-def test_tokens_that_share_the_padding_id_are_trained() -> None:
-    built = build(family_config("opt"))  # its padding id is 1
+def test_tokens_that_share_the_padding_id_are_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(FAMILIES, "padded", lambda: text_model("Llama", pad_token_id=1))
+    built = build(family_config("padded"))
     batch = collate([[1, 5, 1, 6]], divisible=None, packed=False)
     built.scoring(batch, batch["input_ids"], batch["attention_mask"].bool()).logprobs.sum().backward()
     assert base_of(built.model).get_input_embeddings().weight.grad[1].any()
