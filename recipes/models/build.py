@@ -216,16 +216,12 @@ def _choose_backend(
             continue
         problem = find_leak(model, backend=backend, layout=layout, scope=scope, axes=axes)
         if problem is None:
-            notes.append(f"attention: {backend.value}" + _skipped(reasons))
+            notes += [f"attention.backend={over.value} is passed over: {reason}" for over, reason in reasons.items()]
             return backend
         if traits.has_mrope and axes == PositionAxes.rope:
             problem += " (its rotary embedding has several axes; use positions=mrope)"
         reasons[backend] = problem
     raise refuse(requested, traits, layout, device, reasons)
-
-
-def _skipped(reasons: dict[Backend, str]) -> str:
-    return "".join(f"; not {backend.value}: {reason}" for backend, reason in reasons.items())
 
 
 def _require_loadable_base(config: ModelConfig, new_tokens: list[int]) -> None:
