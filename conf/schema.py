@@ -214,7 +214,7 @@ class TinyModelConfig(ModelConfig):
     _target_: str = "recipes.models.tiny.build"
     hidden_size: int = 128  # width of the residual stream
     intermediate_size: int = 512  # width of the feed-forward layers
-    num_layers: int = 2  # decoder layers
+    num_layers: int = 3  # decoder layers
     num_heads: int = 4  # attention heads a layer
     num_kv_heads: int = 4  # key and value heads a layer; below num_heads: grouped queries
     max_positions: int = 2048  # longest sequence

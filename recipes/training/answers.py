@@ -1,5 +1,6 @@
 """Accuracy of generated answers: greedy completions of held-out prompts, scored against the expected answer."""
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -7,6 +8,8 @@ from typing import Any
 import torch
 from peft import PeftModel
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from datum.errors import DataError
 
 Score = Callable[[str, Mapping[str, Any]], float]
 
@@ -48,6 +51,22 @@ class Answer:
 def exact_match(completion: str, row: Mapping[str, Any]) -> float:
     """1.0 where the completion is the row's `answer`, surrounding white space apart; else 0.0."""
     return float(completion.strip() == str(row["answer"]).strip())
+
+
+def reasoning_gym(completion: str, row: Mapping[str, Any]) -> float:
+    """Score by the reasoning-gym task that made the row, named in its `task`; `metadata` is the entry's, as JSON.
+
+    Raises:
+        DataError: The row lacks one of them, or the package is not installed.
+    """
+    try:
+        from reasoning_gym.factory import get_score_answer_fn
+    except ImportError as error:
+        raise DataError("eval.score=recipes.training.answers.reasoning_gym needs: pip install reasoning-gym") from error
+    if missing := [key for key in ("task", "metadata") if key not in row]:
+        raise DataError(f"a row to be scored by reasoning-gym needs {missing[0]!r}; scripts/make_smollm2_data.py writes it")
+    entry = {"answer": row["answer"], "metadata": json.loads(row["metadata"])}
+    return float(get_score_answer_fn(row["task"])(completion, entry))
 
 
 @torch.no_grad()

@@ -13,6 +13,7 @@ Only tensors go into `state/`, so loading unpickles nothing but the format's own
 
 import json
 import os
+import pickle
 import shutil
 import warnings
 from collections.abc import Iterator
@@ -129,12 +130,15 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimiz
     """Copy a checkpoint's tensors into a model and its optimizer, in place; every rank must call it.
 
     Raises:
-        ConfigError: The checkpoint belongs to a model with other parameters.
+        ConfigError: The checkpoint belongs to a model with other parameters, or is damaged.
     """
     _, world_size = rank_and_world()
     state_path = path / "state"
     wanted = _tensors(model, optimizer)
-    metadata = dcp.FileSystemReader(state_path).read_metadata().state_dict_metadata
+    try:
+        metadata = dcp.FileSystemReader(state_path).read_metadata().state_dict_metadata
+    except (OSError, EOFError, ValueError, pickle.UnpicklingError) as error:
+        raise ConfigError(f"{path} is damaged ({_reason(error)}); resume from another checkpoint") from error
     stored = {name: list(item.size) for name, item in metadata.items() if isinstance(item, TensorStorageMetadata)}
     problems = [f"{name} is missing" for name in wanted if name not in stored]
     problems += [f"{name} is not in this model" for name in stored if name not in wanted]
@@ -148,8 +152,11 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimiz
         raise ConfigError(
             f"{path} is a checkpoint of another model: {problems[0]}{more}; resume with the model it was made with"
         )
-    with _one_process_is_fine():
-        dcp.load(wanted, checkpoint_id=state_path, no_dist=world_size == 1)  # copies into the tensors of `wanted`
+    try:
+        with _one_process_is_fine():
+            dcp.load(wanted, checkpoint_id=state_path, no_dist=world_size == 1)  # copies into the tensors of `wanted`
+    except (OSError, RuntimeError, EOFError, ValueError, dcp.CheckpointException) as error:
+        raise ConfigError(f"{path} is damaged ({_reason(error)}); resume from another checkpoint") from error
 
 
 def read_state(path: Path) -> RunState:
@@ -315,9 +322,21 @@ def _all_succeeded(failure: BaseException | None, final: Path, aside: Path | Non
     wait_for_ranks()
     if aside is not None and rank_and_world()[0] == 0:
         shutil.rmtree(aside, ignore_errors=True)
-    raise SaveError(
-        f"could not write {final}: {failure or 'another rank failed'}; the earlier checkpoints are untouched"
-    ) from failure
+    raise SaveError(f"could not write {final}: {_reason(failure)}; the earlier checkpoints are untouched") from failure
+
+
+def _reason(failure: BaseException | None) -> str:
+    """One line for what went wrong; the operating system's own word where there is one."""
+    if failure is None:
+        return "another rank failed"
+    if isinstance(failure, dcp.CheckpointException):
+        failure = next(iter(failure.failures.values()))[0]
+    cause: BaseException | None = failure
+    while cause is not None:
+        if isinstance(cause, OSError):
+            return str(cause)
+        cause = cause.__cause__ or cause.__context__
+    return (str(failure).strip() or type(failure).__name__).splitlines()[0]
 
 
 def _write_synced(path: Path, text: str) -> None:

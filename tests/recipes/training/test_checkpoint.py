@@ -180,3 +180,13 @@ def test_only_tensors_are_stored(tmp_path: Path) -> None:
     metadata = checkpoint.dcp.FileSystemReader(path / "state").read_metadata().state_dict_metadata
     assert {type(item).__name__ for item in metadata.values()} == {"TensorStorageMetadata"}
     assert json.loads((path / "COMPLETE").read_text()) == {"format_version": 1, "step": 2}
+
+
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
+@pytest.mark.parametrize("size", [0, 100])
+def test_a_damaged_checkpoint_is_named(tmp_path: Path, name: str, size: int) -> None:
+    path = save_checkpoint(tmp_path, *trained(), RunState(step=2))
+    with (path / "state" / name).open("r+b") as file:
+        file.truncate(size)
+    with pytest.raises(ConfigError, match=r"step-00000002 is damaged \(.*resume from another checkpoint"):
+        load_checkpoint(path, *trained(0))
