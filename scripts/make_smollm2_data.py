@@ -83,7 +83,7 @@ def _chunks(task: str, options: dict[str, Any], seed: int) -> Iterator[Iterable[
         import reasoning_gym
     except ModuleNotFoundError as error:
         raise SystemExit("reasoning-gym is missing: pip install reasoning-gym") from error
-    for chunk in count(seed):
+    for chunk in count(seed, CHUNK):  # entry i of a data set is that of seed + i
         yield islice(reasoning_gym.create_dataset(task, size=CHUNK, seed=chunk, **options), CHUNK)
 
 

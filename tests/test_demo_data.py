@@ -185,7 +185,7 @@ def test_too_few_questions_and_a_missing_package_are_said(monkeypatch):
     pytest.importorskip("reasoning_gym")
     one_digit = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
     with pytest.raises(ValueError, match=r"chain_sum with .* has too few different questions: \d+ new ones of 400"):
-        question_rows(options=one_digit, size=400, eval_size=1)
+        question_rows("chain_sum", one_digit, size=400, eval_size=1)
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     with pytest.raises(SystemExit, match="pip install reasoning-gym"):
         question_rows(size=1, eval_size=1)
