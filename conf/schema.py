@@ -206,6 +206,10 @@ class SmolLM2Config(ModelConfig):
     _target_: str = "recipes.models.smollm2.load"
     cache_dir: str | None = None  # folder of the converted weights (538 MB); null: ~/.cache/datum-recipes
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _refuse_name("smollm2", self.name)
+
 
 @dataclass
 class TinyModelConfig(ModelConfig):
@@ -222,6 +226,7 @@ class TinyModelConfig(ModelConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        _refuse_name("tiny", self.name)
         for name in ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "max_positions"):
             _at_least(f"model.{name}", getattr(self, name), 1)
         if self.hidden_size % self.num_heads or self.num_heads % self.num_kv_heads:
@@ -356,7 +361,7 @@ class SchedulerConfig:
     """Learning rate over optimizer steps, as a multiple of `optim.lr`; `name` is the group option."""
 
     name: str = MISSING  # the group option sets it
-    warmup_steps: int = 0  # optimizer steps from 0 to the full rate
+    warmup_steps: int = 20  # optimizer steps from 0 to the full rate
 
     def __post_init__(self) -> None:
         self._check_name("constant")
@@ -540,6 +545,11 @@ class SFTConfig:
 def _at_least(key: str, value: int, low: int) -> None:
     if value < low:
         raise ConfigError(f"{key}={value}: accepted are whole numbers from {low}")
+
+
+def _refuse_name(option: str, name: str | None) -> None:
+    if name is not None:
+        raise ConfigError(f"model.name={name} with model={option}: a folder or hub id belongs to model=hf; give model=hf")
 
 
 def _above_zero(key: str, value: float) -> None:

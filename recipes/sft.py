@@ -24,19 +24,21 @@ def train(config: SFTConfig, run_dir: Path) -> float | None:
     from recipes.runtime.build import instantiate
     from recipes.runtime.interrupt import Interrupt
     from recipes.runtime.outcome import StopRun, note_first_step
-    from recipes.training.data import build_loader, load_data, require_fit
+    from recipes.training.data import build_loader, encode_data, read_data, require_fit
     from recipes.training.evaluation import build_evaluation
     from recipes.training.notes import announce, conclude, not_finite
     from recipes.training.optim import build_optimizer, learning_rates
     from recipes.training.progress import TrainingProgress
     from recipes.training.ranks import largest_over_ranks, prepare_model, seed_step, start_accelerator
-    from recipes.training.run import Run
+    from recipes.training.run import Run, objective_metric
     from recipes.training.step import train_step
     from recipes.training.trackers import require_tracker
 
     # What is trained, on what, and by which rule.
     require_tracker(config.logger)
     accelerator = start_accelerator(config.train.precision, config.launch.num_processes)
+    loss = instantiate(config.loss, config.allow_targets, key="loss")
+    rows = read_data(config)
     language_model = build_model(
         config.model,
         seed=config.train.seed,
@@ -47,9 +49,8 @@ def train(config: SFTConfig, run_dir: Path) -> float | None:
         allow_targets=config.allow_targets,
         device=accelerator.device,
     )
-    data = load_data(config, language_model)
+    data = encode_data(rows, config, language_model)
     loader = build_loader(config, data)
-    loss = instantiate(config.loss, config.allow_targets, key="loss")
     require_fit(data, language_model, loss)
     evaluation = build_evaluation(config, data, language_model, loss)
     model = prepare_model(language_model.scoring, accelerator, unused_parameters=language_model.is_moe)
@@ -57,8 +58,8 @@ def train(config: SFTConfig, run_dir: Path) -> float | None:
     learning_rate = learning_rates(config.scheduler, config.optim.lr, loader.num_steps)
 
     # Where it stands: at the beginning, at a checkpoint, or at its end.
-    metric = "train/loss" if evaluation is None else "eval/loss"
-    run = Run(run_dir, config, language_model, optimizer, loader, accelerator, default_metric=metric)
+    metric = objective_metric(config.objective, evaluation.metrics() if evaluation is not None else ())
+    run = Run(run_dir, config, language_model, optimizer, loader, accelerator, metric=metric)
     if run.is_finished():
         return run.objective_value()
     run.resume()

@@ -59,7 +59,7 @@ def render() -> str:
     defaults = _demo_values()
     for field in dataclasses.fields(schema.SFTConfig):
         parts.append(_section(field, defaults))
-    for group in ("tuned", "experiment", "debug"):
+    for group in ("experiment", "debug"):
         parts.append(f"## {group}\n\n{_options(group)}\n")
     return "\n".join(parts)
 

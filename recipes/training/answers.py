@@ -64,7 +64,9 @@ def reasoning_gym(completion: str, row: Mapping[str, Any]) -> float:
     except ImportError as error:
         raise DataError("eval.score=recipes.training.answers.reasoning_gym needs: pip install reasoning-gym") from error
     if missing := [key for key in ("task", "metadata") if key not in row]:
-        raise DataError(f"a row to be scored by reasoning-gym needs {missing[0]!r}; scripts/make_smollm2_data.py writes it")
+        raise DataError(
+            f"a row to be scored by reasoning-gym needs {missing[0]!r}; scripts/make_smollm2_data.py writes it"
+        )
     entry = {"answer": row["answer"], "metadata": json.loads(row["metadata"])}
     return float(get_score_answer_fn(row["task"])(completion, entry))
 

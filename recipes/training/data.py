@@ -34,19 +34,52 @@ class Data:
     questions: list[Question]
 
 
-def load_data(config: SFTConfig, language_model: LanguageModel) -> Data:
-    """Read, split and encode the rows that the options name.
+@dataclass(frozen=True)
+class Rows:
+    """Rows as they were read, before any model is there.
+
+    Attributes:
+        train: Rows for training.
+        heldout: Rows for evaluation; may be empty.
+    """
+
+    train: list[Row]
+    heldout: list[Row]
+
+
+def read_data(config: SFTConfig) -> Rows:
+    """Read and split the rows that the options name.
 
     Raises:
-        DataError: Naming the file and line, or the row.
+        DataError: Naming the file and line.
     """
-    rows, heldout_rows = _read(config.data, config.train.seed)
+    data, form = config.data, config.data.format.value
+    if isinstance(data, HubDataConfig):
+        hub = {"id": data.path, "subset": data.subset, "revision": data.revision, "format": form}
+        train = list(read_hub(**hub, split=data.split, max_rows=data.max_rows))
+        if data.eval_split is not None:
+            return Rows(train, list(read_hub(**hub, split=data.eval_split)))
+    else:
+        train = list(read_rows(data.path, format=form, max_rows=data.max_rows))
+    if data.eval_path is not None:
+        return Rows(train, list(read_rows(data.eval_path, format=form)))
+    if data.eval_fraction > 0:
+        return Rows(*hold_out(train, data.eval_fraction, config.train.seed))
+    return Rows(train, [])
+
+
+def encode_data(rows: Rows, config: SFTConfig, language_model: LanguageModel) -> Data:
+    """Turn rows into Datums with the model's tokenizer.
+
+    Raises:
+        DataError: Naming the row.
+    """
     encoder = _encoder(config.data, language_model)
-    train = encode_rows(rows, encoder)
-    if not heldout_rows:
+    train = encode_rows(rows.train, encoder)
+    if not rows.heldout:
         return Data(train, encoder.ledger, None, None, [])
     heldout_encoder = _encoder(config.data, language_model)
-    heldout = encode_rows(heldout_rows[: config.eval.max_rows], heldout_encoder)
+    heldout = encode_rows(rows.heldout[: config.eval.max_rows], heldout_encoder)
     prompts = [(heldout_encoder.generation_prompt(row), row.data) for row in heldout.rows]
     questions = [Question(*prompt, row) for prompt, row in prompts if prompt is not None]
     return Data(train, encoder.ledger, heldout, heldout_encoder.ledger, questions)
@@ -111,20 +144,3 @@ def _encoder(config: DataConfig, language_model: LanguageModel) -> RowEncoder:
         chat_template=config.chat_template,
         vocab_size=language_model.vocab_size,
     )
-
-
-def _read(config: DataConfig, seed: int) -> tuple[list[Row], list[Row]]:
-    """Rows for training, and those held out."""
-    form = config.format.value
-    if isinstance(config, HubDataConfig):
-        hub = {"id": config.path, "subset": config.subset, "revision": config.revision, "format": form}
-        rows = list(read_hub(**hub, split=config.split, max_rows=config.max_rows))
-        if config.eval_split is not None:
-            return rows, list(read_hub(**hub, split=config.eval_split))
-    else:
-        rows = list(read_rows(config.path, format=form, max_rows=config.max_rows))
-    if config.eval_path is not None:
-        return rows, list(read_rows(config.eval_path, format=form))
-    if config.eval_fraction > 0:
-        return hold_out(rows, config.eval_fraction, seed)
-    return rows, []

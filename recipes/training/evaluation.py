@@ -39,6 +39,7 @@ class Evaluation:
         questions: This rank's prompts with expected answers.
         loss: The training loss.
         config: Batch size, lengths, samples shown.
+        has_questions: Whether any rank has questions.
         is_packed: Layout of the batches.
         score: Judges a completion.
     """
@@ -52,6 +53,7 @@ class Evaluation:
         loss: Loss,
         config: EvalConfig,
         *,
+        has_questions: bool,
         is_packed: bool,
         score: Score,
     ):
@@ -61,12 +63,17 @@ class Evaluation:
         self.questions = questions
         self.loss = loss
         self.config = config
+        self.has_questions = has_questions
         self.is_packed = is_packed
         self.score = score
 
     def is_due(self, step: int, num_steps: int) -> bool:
         """Whether to evaluate after `step` of `num_steps`; the last step always is."""
         return step % self.config.every_steps == 0 or step == num_steps
+
+    def metrics(self) -> list[str]:
+        """Names of what `run` measures."""
+        return ["eval/loss", "eval/token_accuracy", *(["eval/accuracy"] if self.has_questions else [])]
 
     def run(self, step: int) -> dict[str, float]:
         """Evaluate the model as it is and log the result; every rank must call it, and all get the same numbers."""
@@ -120,6 +127,7 @@ def build_evaluation(config: SFTConfig, data: Data, language_model: LanguageMode
         data.questions[rank::world_size],
         loss,
         config.eval,
+        has_questions=bool(data.questions),
         is_packed=is_packed,
         score=locate(config.eval.score, config.allow_targets, key="eval.score"),
     )

@@ -8,13 +8,14 @@ import logging
 import resource
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 
+from conf.closed import ConfigError, nearest
 from conf.schema import CheckpointConfig, Direction, ObjectiveConfig, SFTConfig, Which
 from datum.loader import DatumLoader
 from recipes.models.build import LanguageModel
@@ -40,6 +41,33 @@ from recipes.training.trackers import log_metrics, new_tracker_id, start_tracker
 log = logging.getLogger(__name__)
 
 
+STEP_METRICS = (
+    *("train/loss", "train/grad_norm", "train/lr", "train/tokens", "train/weight_total", "train/skipped"),
+    *("data/epoch", "data/utilisation", "time/step_s", "perf/tokens_per_s", "mem/peak_gib"),
+)
+"""What `Run.step_metrics` gives for every step."""
+
+
+def objective_metric(objective: ObjectiveConfig, evaluated: Sequence[str]) -> str:
+    """Name of the number by which runs are compared: `objective.metric`, else eval/loss, else train/loss.
+
+    Args:
+        objective: Options.
+        evaluated: Metrics of this run's evaluation, its loss first; empty without one.
+
+    Raises:
+        ConfigError: This run never measures the metric.
+    """
+    known = [*STEP_METRICS, *evaluated]
+    if objective.metric is None:
+        return evaluated[0] if evaluated else "train/loss"
+    if objective.metric not in known:
+        near = nearest(objective.metric, known)
+        hint = f"did you mean {near}?" if near else f"it measures {', '.join(known)}"
+        raise ConfigError(f"objective.metric={objective.metric} is never measured by this run; {hint}")
+    return objective.metric
+
+
 class Run:
     """State, metrics, checkpoints and results of a run.
 
@@ -50,6 +78,7 @@ class Run:
         optimizer: Its AdamW.
         loader: The data cursor.
         accelerator: Tells the main process and the device.
+        metric: The objective (`objective_metric`).
     """
 
     def __init__(
@@ -61,13 +90,13 @@ class Run:
         loader: DatumLoader,
         accelerator: Accelerator,
         *,
-        default_metric: str,
+        metric: str,
     ):
         self.run_dir = run_dir
         self.config = config
         self.checkpoint: CheckpointConfig = config.checkpoint
         self.objective: ObjectiveConfig = config.objective
-        self.metric = self.objective.metric or default_metric
+        self.metric = metric
         self.language_model = language_model
         self.optimizer = optimizer
         self.loader = loader

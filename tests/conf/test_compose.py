@@ -10,7 +10,7 @@ from hydra import compose, initialize_config_module
 
 import conf
 from conf import schema
-from conf.closed import to_config
+from conf.closed import ConfigError, to_config
 from recipes.runtime.build import locate
 from scripts import make_config_docs
 
@@ -49,7 +49,7 @@ def test_every_file_begins_with_the_command_that_uses_it(path):
     assert lines[0].startswith("# python -m recipes.")
     group, option = path.parent.name, path.stem
     if path in FILES and option != "default":
-        assert f"{'model' if group == 'tuned' else group}={option}" in lines[0]
+        assert f"{group}={option}" in lines[0]
 
 
 def test_without_overrides_it_is_the_offline_demo():
@@ -93,3 +93,20 @@ def test_composing_imports_no_torch():
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_what_is_tuned_for_a_model_yields_to_a_file_of_ones_own(tmp_path):
+    assert (composed().optim.lr, composed().train.max_steps) == (1.5e-3, 800)
+    assert composed("model=hf", "model.name=x").optim.lr == 1e-5
+    assert composed("optim.lr=0.1", "train.max_steps=3").optim.lr == 0.1
+    for group, line in {"optim": "lr: 3e-3", "train": "max_steps: 9"}.items():
+        (tmp_path / group).mkdir()
+        (tmp_path / group / "mine.yaml").write_text(line)
+    config = composed("optim=mine", "train=mine", f"hydra.searchpath=[file://{tmp_path}]")
+    assert (config.optim.lr, config.optim.beta2, config.train.max_steps) == (3e-3, 0.999, 9)
+
+
+@pytest.mark.parametrize("option", ["tiny", "smollm2"])
+def test_a_name_is_for_models_that_have_one(option):
+    with pytest.raises(ConfigError, match=f"model.name=x with model={option}: a folder or hub id belongs to model=hf"):
+        composed(f"model={option}", "model.name=x")

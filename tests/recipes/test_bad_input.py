@@ -55,6 +55,12 @@ WRONG: dict[str, tuple[str | None, list[str], list[str]]] = {
     "misspelt key": (json.dumps(GOOD) + "\n", ["optim.lrr=1"], ["optim.lrr", "optim.lr"]),
     "added key": (json.dumps(GOOD) + "\n", ["+optim.lr=1"], ["optim.lr"]),
     "wrong kind of value": (json.dumps(GOOD) + "\n", ["optim.lr=abc"], ["optim.lr", "abc"]),
+    "objective that is never measured": (
+        json.dumps(GOOD) + "\n",
+        ["objective.metric=eval/loss", "eval.every_steps=0"],
+        ["objective.metric=eval/loss", "never measured"],
+    ),
+    "misspelt objective": (json.dumps(GOOD) + "\n", ["objective.metric=train/los"], ["did you mean train/loss?"]),
     "padded with xdoc": (
         json.dumps(GOOD) + "\n",
         ["collate=padded", "attention=xdoc"],

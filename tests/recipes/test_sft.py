@@ -182,7 +182,9 @@ def test_disk_full_while_saving_keeps_the_last_good_checkpoint(sft_process: Any,
     )
     _, errors = process.communicate()
     assert process.returncode == 1, errors
-    assert re.fullmatch(r"could not write .*step-00000008: .*; the earlier checkpoints are untouched", errors.strip()), errors
+    assert re.fullmatch(
+        r"could not write .*step-00000008: .*; the earlier checkpoints are untouched", errors.strip()
+    ), errors
     assert complete_checkpoints(tmp_path) == good
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [good[0].name]
 

@@ -80,7 +80,6 @@ CASES = {
     "loss=pppo": "loss has no option pppo; the options of loss are cross_entropy",
     "scheduler=cosin": "scheduler has no option cosin, did you mean cosine?; the options of scheduler are constant,",
     "experiment=nope": "experiment has no option nope",
-    "tuned=tinny": "tuned has no option tinny, did you mean tiny?; the options of tuned are hf, smollm2, tiny",
     "train=null": "train=null: the options of train are default",
     "optim=3": "optim=3: the options of optim are adamw",
     "loss@x=cross_entropy": "loss@x",
