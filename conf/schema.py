@@ -16,6 +16,8 @@ from omegaconf import MISSING
 
 from conf.closed import ConfigError
 
+_LARGEST_SEED = 2**63 - 1  # a generator's seed is a signed 64-bit number
+
 # ------------------------------------------------------------------------------------------------------------- choices
 
 
@@ -373,9 +375,9 @@ class SchedulerConfig:
 
 @dataclass
 class DecayingSchedulerConfig(SchedulerConfig):
-    """Linear or cosine decay to `min_ratio` at the last step."""
+    """Linear or cosine decay to `min_ratio` after the last step."""
 
-    min_ratio: float = 0.0  # rate at the last step, as a share of optim.lr
+    min_ratio: float = 0.0  # rate after the last step, as a share of optim.lr
 
     def __post_init__(self) -> None:
         self._check_name("linear", "cosine")
@@ -419,6 +421,8 @@ class TrainConfig:
                 f"train.epochs={self.epochs} with train.max_steps={self.max_steps}: max_steps alone decides the "
                 "length; give train.max_steps=null to train for whole epochs"
             )
+        if not 0 <= self.seed <= _LARGEST_SEED:
+            raise ConfigError(f"train.seed={self.seed}: accepted are whole numbers from 0 to {_LARGEST_SEED}")
         _at_least("train.global_batch_size", self.global_batch_size, 1)
         if self.microbatch_size is not None:
             _at_least("train.microbatch_size", self.microbatch_size, 1)
@@ -549,7 +553,9 @@ def _at_least(key: str, value: int, low: int) -> None:
 
 def _refuse_name(option: str, name: str | None) -> None:
     if name is not None:
-        raise ConfigError(f"model.name={name} with model={option}: a folder or hub id belongs to model=hf; give model=hf")
+        raise ConfigError(
+            f"model.name={name} with model={option}: a folder or hub id belongs to model=hf, so give that"
+        )
 
 
 def _above_zero(key: str, value: float) -> None:

@@ -77,7 +77,8 @@ def load_folder(where: str, *, dtype: torch.dtype, trust_remote_code: bool = Fal
     if base_name is not None:
         base = load_folder(_locate(base_name, f"base_model_name_or_path of {where}"), dtype=dtype)
         adapted = _attempt(where, lambda: PeftModel.from_pretrained(base, where))
-        return adapted.merge_and_unload()
+        merged = adapted.merge_and_unload()
+        return merged.requires_grad_(True)  # PEFT froze the base
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     config = _attempt(where, lambda: AutoConfig.from_pretrained(where, **options))
     loader = _loader(where, config)

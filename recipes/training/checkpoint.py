@@ -11,6 +11,7 @@ marker is skipped, and said. Frozen parameters are not stored: they come from `m
 Only tensors go into `state/`, so loading unpickles nothing but the format's own index.
 """
 
+import hashlib
 import json
 import os
 import pickle
@@ -54,6 +55,7 @@ class RunState:
         loader: Data cursor (`DatumLoader.state_dict`).
         ledger: Data ledger.
         config: The configuration as plain containers.
+        frozen: Hash of the parameters that are not trained (`frozen_fingerprint`).
         environment: Versions, thread count, device and rank count that results may depend on.
         tracker_id: Identity of the run in an outside tracker.
     """
@@ -65,8 +67,28 @@ class RunState:
     loader: dict[str, Any] = field(default_factory=dict)
     ledger: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
+    frozen: str | None = None
     environment: dict[str, Any] = field(default_factory=dict)
     tracker_id: str | None = None
+
+
+class DamagedCheckpoint(ConfigError):
+    """A checkpoint is marked complete and cannot be read."""
+
+
+def frozen_fingerprint(model: nn.Module) -> str | None:
+    """Hash of the parameters that are not trained, by exact sums of their bits; None where all are trained.
+
+    They are not stored, so a resume has to find the same ones again.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
+    for name, parameter in frozen:
+        local = _local(parameter.detach()).contiguous()
+        bits = local.view({2: torch.int16, 4: torch.int32, 8: torch.int64}.get(local.element_size(), torch.int8))
+        weighed = bits.reshape(-1)[::2].sum(dtype=torch.int64)  # every second once more: a swap of neighbours shows
+        digest.update(f"{name} {list(local.shape)} {int(bits.sum(dtype=torch.int64))} {int(weighed)}\n".encode())
+    return digest.hexdigest() if frozen else None
 
 
 def checkpoint_name(step: int) -> str:
@@ -130,7 +152,8 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimiz
     """Copy a checkpoint's tensors into a model and its optimizer, in place; every rank must call it.
 
     Raises:
-        ConfigError: The checkpoint belongs to a model with other parameters, or is damaged.
+        ConfigError: The checkpoint belongs to a model with other parameters.
+        DamagedCheckpoint: A file cannot be read.
     """
     _, world_size = rank_and_world()
     state_path = path / "state"
@@ -138,7 +161,7 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimiz
     try:
         metadata = dcp.FileSystemReader(state_path).read_metadata().state_dict_metadata
     except (OSError, EOFError, ValueError, pickle.UnpicklingError) as error:
-        raise ConfigError(f"{path} is damaged ({_reason(error)}); resume from another checkpoint") from error
+        raise DamagedCheckpoint(f"{path} is damaged ({reason(error)}); resume from another checkpoint") from error
     stored = {name: list(item.size) for name, item in metadata.items() if isinstance(item, TensorStorageMetadata)}
     problems = [f"{name} is missing" for name in wanted if name not in stored]
     problems += [f"{name} is not in this model" for name in stored if name not in wanted]
@@ -156,56 +179,51 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimiz
         with _one_process_is_fine():
             dcp.load(wanted, checkpoint_id=state_path, no_dist=world_size == 1)  # copies into the tensors of `wanted`
     except (OSError, RuntimeError, EOFError, ValueError, dcp.CheckpointException) as error:
-        raise ConfigError(f"{path} is damaged ({_reason(error)}); resume from another checkpoint") from error
+        raise DamagedCheckpoint(f"{path} is damaged ({reason(error)}); resume from another checkpoint") from error
 
 
 def read_state(path: Path) -> RunState:
     """Read what a checkpoint holds beside tensors.
 
     Raises:
-        ConfigError: The format version is another one, or a file is damaged.
+        ConfigError: The format version is another one.
+        DamagedCheckpoint: A file cannot be read.
     """
     try:
         version = json.loads((path / _MARKER).read_text())["format_version"]
-        if version != FORMAT_VERSION:
-            raise ConfigError(f"{path} has checkpoint format {version}; this version reads format {FORMAT_VERSION}")
-        return RunState(**json.loads((path / "run.json").read_text()))
+        if version == FORMAT_VERSION:
+            return RunState(**json.loads((path / "run.json").read_text()))
     except (OSError, ValueError, KeyError, TypeError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError(
-            f"{path} is not a readable checkpoint ({type(error).__name__}: {error}); name another one"
-        ) from error
+        raise DamagedCheckpoint(f"{path} is damaged ({reason(error)}); resume from another checkpoint") from error
+    raise ConfigError(f"{path} has checkpoint format {version}; this version reads format {FORMAT_VERSION}")
 
 
-def find_resume(resume: str, run_dir: Path) -> Path | None:
-    """The checkpoint that `checkpoint.resume` means; None: start afresh.
+def find_resume(resume: str, run_dir: Path) -> list[Path]:
+    """The checkpoints that `checkpoint.resume` allows, the one to be tried first in front; []: start afresh.
 
     Args:
-        resume: none, auto, or the path of a checkpoint, of a run folder or of its checkpoints folder.
+        resume: none, auto (any complete one of this run, the newest first), or the path of a checkpoint, of a run
+            folder or of its checkpoints folder (that one alone).
         run_dir: This run's folder.
 
     Raises:
         ConfigError: A path without a complete checkpoint.
     """
     if resume == "none":
-        return None
+        return []
     if resume == "auto":
-        complete = complete_checkpoints(run_dir)
-        return complete[-1] if complete else None
+        return complete_checkpoints(run_dir)[::-1]
     path = Path(resume)
     if (path / _MARKER).exists():
-        return path
+        return [path]
     if not path.exists():
         raise ConfigError(
             f"checkpoint.resume={resume}: no such folder; accepted are none, auto, or a checkpoint's or run's path"
         )
     complete = complete_checkpoints(path.parent if path.name == "checkpoints" else path)
     if not complete:
-        raise ConfigError(
-            f"checkpoint.resume={resume}: no complete checkpoint there (a complete one has a {_MARKER} file)"
-        )
-    return complete[-1]
+        raise ConfigError(f"checkpoint.resume={resume}: no complete checkpoint there (it would have a {_MARKER} file)")
+    return complete[-1:]
 
 
 def run_folder_of(checkpoint: Path) -> Path:
@@ -213,18 +231,18 @@ def run_folder_of(checkpoint: Path) -> Path:
     return checkpoint.resolve().parent.parent
 
 
-def discard_later(run_dir: Path, step: int) -> list[str]:
-    """Remove a run's checkpoints after `step` and half-written ones; returns the names of what was skipped."""
+def discard_later(run_dir: Path, step: int) -> tuple[list[str], list[str]]:
+    """Remove what a run cannot continue over: checkpoints after `step`, half-written ones, leftovers.
+
+    Returns:
+        Names of the complete ones that were removed, and of the half-written ones.
+    """
     later = [path for path in complete_checkpoints(run_dir) if path.name > checkpoint_name(step)]
     incomplete = incomplete_checkpoints(run_dir)
-    for path in [
-        *later,
-        *incomplete,
-        *(run_dir / "checkpoints").glob(".tmp-*"),
-        *(run_dir / "checkpoints").glob(".del-*"),
-    ]:
+    leftovers = [path for mark in (".tmp-*", ".del-*") for path in (run_dir / "checkpoints").glob(mark)]
+    for path in [*later, *incomplete, *leftovers]:
         remove(path)
-    return [path.name for path in [*later, *incomplete]]
+    return [path.name for path in later], [path.name for path in incomplete]
 
 
 def prune_checkpoints(run_dir: Path, keep: int, best_step: int | None) -> None:
@@ -322,10 +340,10 @@ def _all_succeeded(failure: BaseException | None, final: Path, aside: Path | Non
     wait_for_ranks()
     if aside is not None and rank_and_world()[0] == 0:
         shutil.rmtree(aside, ignore_errors=True)
-    raise SaveError(f"could not write {final}: {_reason(failure)}; the earlier checkpoints are untouched") from failure
+    raise SaveError(f"could not write {final}: {reason(failure)}; the earlier checkpoints are untouched") from failure
 
 
-def _reason(failure: BaseException | None) -> str:
+def reason(failure: BaseException | None) -> str:
     """One line for what went wrong; the operating system's own word where there is one."""
     if failure is None:
         return "another rank failed"

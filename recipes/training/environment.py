@@ -66,7 +66,8 @@ def require_same_options(saved: dict[str, Any], now: dict[str, Any]) -> None:
         if before.get(key) != after.get(key) and not key.startswith(_MAY_DIFFER):
             raise ConfigError(
                 f"{key}={after.get(key)} differs from the checkpoint's {key}={before.get(key)}: a resumed run may "
-                "change only launch, logger, eval, checkpoint, train.max_steps, train.microbatch_size, collate.max_tokens"
+                "change only launch, logger, eval, checkpoint, train.max_steps, train.microbatch_size, "
+                "collate.max_tokens"
             )
 
 

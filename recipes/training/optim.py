@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from conf.schema import DecayingSchedulerConfig, OptimConfig, SchedulerConfig, WSDSchedulerConfig
+from recipes.models.errors import ModelError
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
@@ -15,12 +16,12 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
     A head that shares the embedding's tensor counts as the embedding.
 
     Raises:
-        ValueError: Nothing is trainable.
+        ModelError: Nothing is trainable.
     """
     kept_whole = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     trainable = [p for p in model.parameters() if p.requires_grad]
     if not trainable:
-        raise ValueError("the model has no trainable parameter")
+        raise ModelError("the model has no trainable parameter: there is nothing to train")
     is_decayed = {id(p): p.ndim >= 2 and id(p) not in kept_whole for p in trainable}
     groups = [
         {"params": [p for p in trainable if is_decayed[id(p)]], "weight_decay": config.weight_decay},

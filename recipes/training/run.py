@@ -14,27 +14,33 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from safetensors import SafetensorError
 
 from conf.closed import ConfigError, nearest
 from conf.schema import CheckpointConfig, Direction, ObjectiveConfig, SFTConfig, Which
 from datum.loader import DatumLoader
 from recipes.models.build import LanguageModel
+from recipes.models.errors import ModelError
 from recipes.models.export import export_model
 from recipes.training.checkpoint import (
+    DamagedCheckpoint,
     RunState,
+    SaveError,
     discard_later,
     find_resume,
+    frozen_fingerprint,
     load_checkpoint,
     prune_checkpoints,
     publish,
     read_state,
+    reason,
     require_finite_weights,
     run_folder_of,
     save_checkpoint,
 )
 from recipes.training.environment import describe_environment, environment_changes, plain, require_same_options
 from recipes.training.metrics import MetricsFile, read_metrics
-from recipes.training.ranks import wait_for_ranks
+from recipes.training.ranks import largest_over_ranks, wait_for_ranks
 from recipes.training.step import StepResult
 from recipes.training.trackers import log_metrics, new_tracker_id, start_tracker
 
@@ -102,7 +108,12 @@ class Run:
         self.loader = loader
         self.accelerator = accelerator
         self.is_main = accelerator.is_main_process
-        self.state = RunState(config=plain(config), environment=describe_environment(accelerator.device))
+        self.state = RunState(
+            config=plain(config),
+            frozen=frozen_fingerprint(language_model.scoring),
+            environment=describe_environment(accelerator.device),
+        )
+        self._saved_environment: dict[str, Any] = {}
         self._candidate: float | None = None  # this step's objective, where it beats the best checkpoint's
 
     # ------------------------------------------------------------------------------------------------------- beginning
@@ -128,26 +139,53 @@ class Run:
             ConfigError: The checkpoint does not fit this model or this configuration.
             DataError: It does not fit the data.
         """
-        source = find_resume(self.checkpoint.resume, self.run_dir)
+        source = self._load_first_readable(find_resume(self.checkpoint.resume, self.run_dir))
         if source is not None:
-            saved = read_state(source)
-            require_same_options(saved.config, self.state.config)
-            self.loader.load_state_dict(saved.loader)
-            load_checkpoint(source, self.language_model.scoring, self.optimizer)
-            if changes := environment_changes(saved.environment, self.state.environment):
+            if changes := environment_changes(self._saved_environment, self.state.environment):
                 log.warning("resumed in another environment, so not bit for bit: %s", ", ".join(changes))
-            saved.config, saved.environment = self.state.config, self.state.environment
-            self.state = saved
-            log.info("resumed from %s, after step %d", source, saved.step)
+            left = self.loader.num_steps - self.state.step
+            log.info("resumed from %s, after step %d: %d steps left", source, self.state.step, left)
         self.state.tracker_id = self.state.tracker_id or new_tracker_id()
         if self.is_main:
             self._cut_back(source)
         self._tracker = start_tracker(self.config.logger, self.run_dir, self.state.tracker_id, self.accelerator)
         wait_for_ranks()
 
+    def _load_first_readable(self, candidates: Sequence[Path]) -> Path | None:
+        """Load the first checkpoint that can be read; a damaged one is skipped, and said, if others are left."""
+        for path in candidates:
+            try:
+                saved = read_state(path)
+                require_same_options(saved.config, self.state.config)
+                if saved.frozen != self.state.frozen:
+                    raise ConfigError(
+                        f"{path} was trained on other frozen weights than model.name={self.config.model.name} has now: "
+                        "a resume needs the same base model"
+                    )
+                self.loader.load_state_dict(saved.loader)
+                load_checkpoint(path, self.language_model.scoring, self.optimizer)
+            except DamagedCheckpoint as error:
+                if path == candidates[-1]:
+                    raise
+                log.warning("skipped: %s", error)
+                continue
+            is_here = run_folder_of(path) == self.run_dir.resolve()
+            if not is_here or saved.config["eval"] != self.state.config["eval"]:
+                saved.best_step = saved.best_value = None  # it lies elsewhere, or was measured otherwise
+            self._saved_environment = saved.environment
+            saved.config, saved.environment = self.state.config, self.state.environment
+            self.state = saved
+            return path
+        return None
+
     def _cut_back(self, source: Path | None) -> None:
-        for name in discard_later(self.run_dir, self.state.step):
-            log.warning("checkpoint %s is incomplete, or later than the step resumed from: removed", name)
+        later, incomplete = discard_later(self.run_dir, self.state.step)
+        for name in later:
+            log.warning("checkpoint %s is later than the step resumed from: removed", name)
+        for name in incomplete:
+            log.warning("checkpoint %s was not written to its end: skipped and removed", name)
+        if (self.run_dir / "final").exists():
+            log.warning("final/ holds the result of an earlier run until this one ends")
         (self.run_dir / "objective.json").unlink(missing_ok=True)
         path = self.run_dir / "metrics.jsonl"
         if source is not None and run_folder_of(source) != self.run_dir.resolve():
@@ -208,14 +246,18 @@ class Run:
     # ------------------------------------------------------------------------------------------------------------- end
 
     def finish(self) -> float | None:
-        """Publish final/ and objective.json; returns the objective, None where no step has a finite one."""
+        """Publish final/ and objective.json; returns the objective, None where no step has a finite one.
+
+        Raises:
+            SaveError: The model cannot be written; a checkpoint is tried instead.
+        """
         require_finite_weights(self.language_model.scoring)
+        failure: Exception | None = None
         if self.is_main:
-            aside = self.run_dir / ".tmp-final"
-            shutil.rmtree(aside, ignore_errors=True)
-            export_model(self.language_model, aside)
-            publish(aside, self.run_dir / "final")
-        wait_for_ranks()
+            failure = self._publish_final()
+        if largest_over_ranks(int(failure is not None), self.accelerator.device):
+            self.save_if_due(interrupted=True)  # the training is not lost with its export
+            raise SaveError(f"could not write {self.run_dir / 'final'}: {reason(failure)}; a checkpoint is kept")
         value = self.objective_value()
         if self.is_main:
             if value is None:
@@ -224,6 +266,17 @@ class Run:
             if self._tracker is not None:
                 self._tracker.finish()
         return value
+
+    def _publish_final(self) -> Exception | None:
+        aside = self.run_dir / ".tmp-final"
+        try:
+            shutil.rmtree(aside, ignore_errors=True)
+            export_model(self.language_model, aside)
+            publish(aside, self.run_dir / "final")
+        except (OSError, SafetensorError, ModelError) as error:
+            shutil.rmtree(aside, ignore_errors=True)
+            return error
+        return None
 
     def objective_value(self) -> float | None:
         """The objective metric of the last or the best step that has it."""

@@ -41,8 +41,9 @@ def sft(rows_path: Path) -> Callable[..., int]:
     from recipes.runtime.entry import run
     from recipes.sft import train
 
-    def call(run_dir: Path, *overrides: str) -> int:
-        return run("sft", train, [*SMALL, f"data.path={rows_path}", f"hydra.run.dir={run_dir}", *overrides])
+    def call(run_dir: Path, *overrides: str, small: bool = True) -> int:
+        shape = SMALL if small else [option for option in SMALL if not option.startswith("model.")]
+        return run("sft", train, [*shape, f"data.path={rows_path}", f"hydra.run.dir={run_dir}", *overrides])
 
     return call
 

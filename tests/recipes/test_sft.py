@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from recipes.training.checkpoint import complete_checkpoints
@@ -120,6 +120,60 @@ def test_a_longer_run_goes_on_from_a_finished_one(sft: Sft, tmp_path: Path) -> N
     assert sft(tmp_path / "grown", "checkpoint.every_steps=6") == 0
     assert sft(tmp_path / "grown", "checkpoint.every_steps=6", "checkpoint.resume=auto", "train.max_steps=8") == 0
     assert_same_run(tmp_path / "long", tmp_path / "grown")
+
+
+def test_auto_passes_over_a_damaged_checkpoint(sft: Sft, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert sft(tmp_path / "through") == 0
+    assert sft(tmp_path / "run", "checkpoint.every_steps=2", "checkpoint.keep=9") == 0
+    (tmp_path / "run/checkpoints/step-00000006/COMPLETE").write_text("")
+    with (tmp_path / "run/checkpoints/step-00000004/state/__0_0.distcp").open("r+b") as file:
+        file.truncate(1000)
+    (tmp_path / "run/objective.json").unlink()
+    capfd.readouterr()
+    assert sft(tmp_path / "run", "checkpoint.every_steps=2", "checkpoint.resume=auto", "checkpoint.keep=9") == 0
+    said = capfd.readouterr().out
+    assert said.count("is damaged") == 2
+    assert "step-00000002, after step 2: 4 steps left" in said
+    assert_same_run(tmp_path / "through", tmp_path / "run")
+
+
+def test_other_frozen_weights_are_refused_on_resume(
+    sft: Sft, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert sft(tmp_path / "base", "train.max_steps=1") == 0
+    base = tmp_path / "base/final"
+    lora = ["model=hf", f"model.name={base}", "model.lora.rank=2"]
+    assert sft(tmp_path / "run", *lora, "checkpoint.every_steps=3", small=False) == 0
+    tensors = {name: value * 1.1 for name, value in load_file(base / "model.safetensors").items()}
+    save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
+    resume = ["checkpoint.resume=auto", "train.max_steps=8", "checkpoint.every_steps=3"]
+    capfd.readouterr()
+    assert sft(tmp_path / "run", *lora, *resume, small=False) == 2
+    assert "other frozen weights" in capfd.readouterr().err
+
+
+def test_a_run_goes_on_from_an_adapter_export(sft: Sft, tmp_path: Path) -> None:
+    assert sft(tmp_path / "base", "train.max_steps=1") == 0
+    lora = ["model=hf", f"model.name={tmp_path / 'base/final'}", "model.lora.rank=2", "model.lora.export=adapter"]
+    assert sft(tmp_path / "adapter", *lora, small=False) == 0
+    assert (tmp_path / "adapter/final/adapter_config.json").exists()
+    assert sft(tmp_path / "on", "model=hf", f"model.name={tmp_path / 'adapter/final'}", small=False) == 0
+    assert metrics(tmp_path / "on")[0]["train/loss"] < metrics(tmp_path / "adapter")[0]["train/loss"]
+
+
+def test_a_failed_export_keeps_the_training(
+    sft: Sft, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("recipes.training.run.export_model", full)
+        assert sft(tmp_path) == 1
+    assert "No space left on device; a checkpoint is kept" in capfd.readouterr().err
+    assert not (tmp_path / ".tmp-final").exists()
+    assert sft(tmp_path, "checkpoint.resume=auto") == 0
+    assert (tmp_path / "final/model.safetensors").exists()
 
 
 @pytest.mark.slow

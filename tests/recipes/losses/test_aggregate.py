@@ -15,7 +15,6 @@ from datum import Datum, collate_datums, pack_features_for_thd, packed_sequence_
 from datum.errors import DataError
 from datum.packing import make_filler
 from recipes.losses.aggregate import (
-    FILLER,
     StepCounts,
     check_aggregation,
     count_batch,

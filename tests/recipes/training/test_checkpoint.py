@@ -100,9 +100,9 @@ def test_unmarked_folder_is_skipped_and_its_step_can_be_saved_again(tmp_path: Pa
     save_checkpoint(tmp_path, model, optimizer, RunState(step=1))
     half = save_checkpoint(tmp_path, model, optimizer, RunState(step=2))
     (half / "COMPLETE").unlink()
-    assert find_resume("auto", tmp_path) == tmp_path / "checkpoints/step-00000001"
+    assert find_resume("auto", tmp_path) == [tmp_path / "checkpoints/step-00000001"]
     again = save_checkpoint(tmp_path, model, optimizer, RunState(step=2))
-    assert find_resume("auto", tmp_path) == again
+    assert find_resume("auto", tmp_path)[0] == again
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["step-00000001", "step-00000002"]
 
 
@@ -146,7 +146,7 @@ def test_discard_later_names_what_it_removes(tmp_path: Path) -> None:
         save_checkpoint(tmp_path, model, optimizer, RunState(step=n))
     (tmp_path / "checkpoints/step-00000003/COMPLETE").unlink()
     (tmp_path / "checkpoints/.tmp-step-00000004").mkdir()
-    assert discard_later(tmp_path, 1) == ["step-00000002", "step-00000003"]
+    assert discard_later(tmp_path, 1) == (["step-00000002"], ["step-00000003"])
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]
 
 
@@ -154,9 +154,9 @@ def test_resume_accepts_a_checkpoint_a_run_or_its_checkpoints_folder(tmp_path: P
     path = save_checkpoint(tmp_path, *trained(), RunState(step=2))
     elsewhere = tmp_path / "other"
     for named in (path, tmp_path, tmp_path / "checkpoints"):
-        assert find_resume(str(named), elsewhere) == path
-    assert find_resume("none", tmp_path) is None
-    assert find_resume("auto", elsewhere) is None
+        assert find_resume(str(named), elsewhere) == [path]
+    assert find_resume("none", tmp_path) == []
+    assert find_resume("auto", elsewhere) == []
     with pytest.raises(ConfigError, match="no such folder"):
         find_resume(str(tmp_path / "nope"), elsewhere)
     (path / "COMPLETE").unlink()

@@ -48,10 +48,10 @@ def test_warmup_counts_optimizer_steps_and_linear_ends_above_zero() -> None:
 
 def test_each_schedule_has_its_own_shape() -> None:
     shapes = {
-        "constant": SchedulerConfig(name="constant"),
-        "linear": DecayingSchedulerConfig(name="linear"),
-        "cosine": DecayingSchedulerConfig(name="cosine"),
-        "wsd": WSDSchedulerConfig(name="wsd", decay_fraction=0.5),
+        "constant": SchedulerConfig(name="constant", warmup_steps=0),
+        "linear": DecayingSchedulerConfig(name="linear", warmup_steps=0),
+        "cosine": DecayingSchedulerConfig(name="cosine", warmup_steps=0),
+        "wsd": WSDSchedulerConfig(name="wsd", warmup_steps=0, decay_fraction=0.5),
     }
     rates = {name: [learning_rates(config, 2.0, 8)(k) for k in range(8)] for name, config in shapes.items()}
     assert rates["constant"] == [2.0] * 8
