@@ -16,7 +16,7 @@ from datum.errors import DataError
 from datum.forms import RowReader
 from datum.ledger import Ledger
 from datum.order import shuffled
-from datum.rows import Row
+from datum.rows import Row, checked_row
 
 __all__ = ["OVERLONG", "DatumSet", "RowEncoder", "encode_rows", "hold_out"]
 
@@ -74,7 +74,7 @@ class RowEncoder:
 
     def encode_pieces(self, rows: Iterable[Row]) -> Iterator[tuple[Row, list[Piece]]]:
         """Encode rows in order, tokenising many at a time."""
-        rows = iter(rows)
+        rows = map(checked_row, rows)
         while batch := list(islice(rows, _BATCH)):
             drafts = [self._reader.draft(row) for row in batch]
             tokens = iter(tokenize(self._reader.tokenizer, [text for draft in drafts for text in draft.texts]))
@@ -88,7 +88,7 @@ class RowEncoder:
             Token ids of the prompt as the model sees it when it is asked for the last assistant turn or the completion,
             and the row's `answer`; None for a row without `answer`, and for forms that have no prompt.
         """
-        return self._reader.generation_prompt(row)
+        return self._reader.generation_prompt(checked_row(row))
 
     def _cut(self, row: Row, tokens: WeightedTokens) -> list[Piece]:
         """Apply the over-length policy, drop what cannot be trained on, and book it all."""

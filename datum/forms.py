@@ -85,11 +85,11 @@ class RowReader:
             chat = _completion_chat(row)
             stop = chat.first_trained
         else:
-            return self._with_prefix(tokenize(self.tokenizer, [_string(row, "prompt")])[0].ids), str(answer)
+            return self._with_prefix(row, tokenize(self.tokenizer, [_string(row, "prompt")])[0].ids), str(answer)
         return list(template.ids(template.render(chat, stop, prompt=True))), str(answer)
 
     def _finish_text(self, row: Row, tokens: list[Tokens]) -> WeightedTokens:
-        ids = self._with_end(row, self._with_prefix(tokens[0].ids))
+        ids = self._with_end(row, self._with_prefix(row, tokens[0].ids))
         return WeightedTokens(ids, np.ones(len(ids), np.float32))
 
     def _finish_completion(
@@ -109,7 +109,7 @@ class RowReader:
                     "their border. Move white space from the end of the prompt to the start of the completion"
                 )
             whole = apart
-        prompt, whole = self._with_prefix(prompt), self._with_end(row, self._with_prefix(whole))
+        prompt, whole = self._with_prefix(row, prompt), self._with_end(row, self._with_prefix(row, whole))
         weights = np.ones(len(whole), np.float32)
         weights[: len(prompt)] = weight_of_prompt
         return WeightedTokens(whole, weights)
@@ -137,7 +137,11 @@ class RowReader:
         full = list(self.tokenizer("a", add_special_tokens=True)["input_ids"])
         return full[: next((i for i in range(len(full)) if full[i : i + len(plain)] == plain), 0)]
 
-    def _with_prefix(self, ids: list[int]) -> list[int]:
+    def _with_prefix(self, row: Row, ids: list[int]) -> list[int]:
+        bos = self.tokenizer.bos_token_id
+        if bos is not None and ids[:2] == [bos, bos]:
+            token = self.tokenizer.bos_token
+            raise DataError(f"{row.where}: two {token} at the start; take one out of the row's text")
         return ids if ids[: len(self._prefix)] == self._prefix else self._prefix + ids
 
     def _with_end(self, row: Row, ids: list[int]) -> list[int]:

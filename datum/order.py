@@ -18,7 +18,8 @@ Sources = int | Sequence[tuple[int, float]]
 
 def shuffled(count: int, seed: int, *, epoch: int = 0, stream: int = 0) -> npt.NDArray[np.int64]:
     """A permutation of range(count) that is a function of the arguments; streams are independent of each other."""
-    words = np.random.Philox(key=[seed % 2**64, epoch], counter=[0, 0, 0, stream]).random_raw(count)
+    key = np.array([seed % 2**64, epoch], dtype=np.uint64)  # of a list, NumPy would make floats from 2**63 on
+    words = np.random.Philox(key=key, counter=[0, 0, 0, stream]).random_raw(count)
     return np.argsort(words, kind="stable")
 
 

@@ -15,13 +15,13 @@ import importlib.resources
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from datum.errors import DataError
 
-__all__ = ["FORMATS", "Row", "read_hub", "read_rows", "row_form"]
+__all__ = ["FORMATS", "Row", "checked_row", "read_hub", "read_rows", "row_form"]
 
 _KEYS: dict[str, tuple[tuple[str, ...], ...]] = {  # form -> alternatives of keys that must all be there
     "messages": (("messages",),),
@@ -41,7 +41,7 @@ class Row:
     """One row and its origin.
 
     Attributes:
-        data: Its columns. Columns whose value is null are absent.
+        data: Its columns. Columns whose value is null count as absent.
         where: "file:line" for JSONL (lines from 1), "file row n" for Parquet and the hub (rows from 0).
         source: Index of its entry in the list of paths; 0 for a single path.
         weight: Weight of that entry: how many times its rows appear in one epoch.
@@ -125,6 +125,21 @@ def read_hub(
         if max_rows is not None and number >= max_rows:
             return
         yield _row(_without_nulls(data), f"{id}[{split}] row {number}", format, 0, 1.0)
+
+
+def checked_row(row: Row) -> Row:
+    """The row without columns whose value is null; the row itself if it has none.
+
+    Raises:
+        DataError: Its data are no dict.
+    """
+    if not isinstance(row.data, dict):
+        raise DataError(
+            f"{row.where}: a row must be a JSON object, got {type(row.data).__name__}; accepted are {_ACCEPTED}"
+        )
+    if all(value is not None for value in row.data.values()):
+        return row
+    return replace(row, data={key: value for key, value in row.data.items() if value is not None})
 
 
 def row_form(row: Row, format: str = "auto") -> str:
@@ -253,9 +268,7 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _row(data: Any, where: str, format: str, source: int, weight: float) -> Row:
-    if not isinstance(data, dict):
-        raise DataError(f"{where}: a row must be a JSON object, got {type(data).__name__}; accepted are {_ACCEPTED}")
-    row = Row({key: value for key, value in data.items() if value is not None}, where, source, weight)
+    row = checked_row(Row(data, where, source, weight))
     row_form(row, format)
     return row
 

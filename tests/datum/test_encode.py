@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from datum.dataset import DatumSet, Piece
 from datum.encode import RowEncoder, encode_rows, hold_out
 from datum.errors import DataError
+from datum.order import epoch_order, shuffled
 from datum.rows import Row
 from tests.datum.example_tokenizers import CHATML, MARKED, THINKING, byte_level, chat, metaspace, trained, word_level
 
@@ -227,6 +228,37 @@ def test_mask_all_trains_the_prompt_too():
     ((datum,), _) = encode({"prompt": "Hello", "completion": " there<eos>"}, tokenizer, mask="all")
     assert datum.loss_fn_inputs["weights"].eq(1).all()
     assert ids_of(datum).count(tokenizer.eos_token_id) == 1
+
+
+@pytest.mark.parametrize("adds_bos", [True, False])
+def test_two_bos_tokens_at_the_start_of_a_text_or_prompt_are_refused(adds_bos):
+    tokenizer = byte_level(adds_bos=adds_bos)
+    text = "rows.jsonl:1: two <bos> at the start; take one out of the row's text"
+    for row in [{"text": "<bos><bos>Hello"}, {"prompt": "<bos><bos>Hello", "completion": " there", "answer": "a"}]:
+        with pytest.raises(DataError, match=re.escape(text)):
+            encode(row, tokenizer)
+    with pytest.raises(DataError, match=re.escape(text)):
+        RowEncoder(tokenizer).generation_prompt(Row(row, "rows.jsonl:1"))
+
+
+@pytest.mark.parametrize("data", [[1], None, "text"])
+def test_a_row_made_by_hand_that_is_no_dict_is_refused(data):
+    row = Row(data, "x:1")
+    text = f"x:1: a row must be a JSON object, got {type(data).__name__}; accepted are messages | prompt and completion"
+    for method in (RowEncoder(None).encode, RowEncoder(None).generation_prompt):
+        with pytest.raises(DataError, match=re.escape(text)):
+            method(row)
+
+
+def test_null_keys_of_a_row_made_by_hand_are_absent():
+    nulls = {"prompt": None, "completion": None, "tokens": None, "messages": None}
+    tokenizer = byte_level()
+    (expected, _), (got, _) = encode({"text": "Hello"}, tokenizer), encode({**nulls, "text": "Hello"}, tokenizer)
+    assert ids_of(got[0]) == ids_of(expected[0])
+    row = {"tokens": [1, 2], "weights": None, "logprobs": None, "answer": None}
+    datums = encode_rows(rows_of(row), RowEncoder(None))
+    assert (datums.keys, datums.rows) == (("target_tokens", "weights"), [])
+    assert row["weights"] is None  # the caller's dict is not edited
 
 
 def test_a_border_that_tokens_cannot_show_is_refused():
@@ -458,6 +490,15 @@ def test_the_seed_chooses_what_is_held_out():
     assert len({tuple(row.where for row in hold_out(rows, 0.2, seed)[1]) for seed in range(5)}) == 5
     with pytest.raises(ValueError, match=r"fraction=1.0: accepted are numbers between 0 and 1"):
         hold_out(rows, 1.0, 0)
+
+
+def test_seeds_of_any_sign_and_size_give_orders_of_their_own():
+    seeds = [-1, -2, 0, 1, 2**63, 2**63 + 1, 2**64 - 3]
+    assert len({tuple(shuffled(40, seed).tolist()) for seed in seeds}) == len(seeds)
+    assert len({tuple(epoch_order([(40, 0.5)], seed, 1).tolist()) for seed in seeds}) == len(seeds)
+    assert sorted(shuffled(40, 10**30).tolist()) == list(range(40))
+    words = np.random.Philox(key=[7, 3], counter=[0, 0, 0, 0]).random_raw(40)
+    assert shuffled(40, 7, epoch=3).tolist() == np.argsort(words, kind="stable").tolist()
 
 
 def test_word_level_tokenizers_work_too():
