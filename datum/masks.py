@@ -2,7 +2,8 @@
 
 Which tokens an assistant turn consists of is never guessed. There are two ways to know, tried in this order:
 
-- the template marks them: `{% generation %} … {% endgeneration %}`;
+- the template marks them: `{% generation %} … {% endgeneration %}`; what it does not mark is not trained, whatever a
+  message weighs;
 - verified prefixes: with P the tokens of the messages before the turn plus the generation prompt, and F the tokens up
   to and including the turn, both must be prefixes of the tokens of the whole conversation. The turn lies between.
 
@@ -16,9 +17,10 @@ A conversation for which neither holds is refused. Either way
 """
 
 import re
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
-from datum.drafts import Draft, Tokens, WeightedTokens
+from datum.drafts import Draft, Tokens, WeightedTokens, tokenize
 from datum.errors import DataError
 from datum.messages import Chat
 from datum.templates import ChatTemplate
@@ -41,8 +43,9 @@ def draft_chat(template: ChatTemplate, chat: Chat, mask: str) -> Draft:
             `chat.first_trained` on) or all (every token). A message's own weight multiplies it.
 
     Raises:
-        DataError: No template; the template refuses the conversation; no assistant turn under a mask that needs one; or
-            (from `finish`) the tokens of a turn can be told neither by markers nor by verified prefixes.
+        DataError: No template; the template refuses the conversation, or leaves a content or a tool call out; no
+            assistant turn under a mask that needs one; or (from `finish`) the tokens of a turn can be told neither by
+            markers nor by verified prefixes.
     """
     template.learn_end_token(chat)
     if template.end_token is not None:
@@ -71,73 +74,116 @@ def _weigh_by_markers(
     """Weights by the template's markers; None where these do not tell turns of different weight apart."""
     output = template.apply(chat, chat.messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
     turn = _Turns(template, list(output["input_ids"]))
+    try:
+        text = template.tokenizer.decode(turn.ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        turn.notes += template.check_written(chat, text)
+    except DataError:  # not every tokenizer gives a text back as it was
+        turn.notes += template.check_written(chat, template.render(chat))
     marks = output["assistant_masks"]
     edges = [0, *(i for i in range(1, len(marks)) if marks[i] != marks[i - 1]), len(marks)]
     spans = [(start, stop) for start, stop in pairwise(edges) if start < stop and marks[start]]
+    if not spans:
+        return turn.result(chat)
+    ends_open = chat.messages[-1]["role"] == "assistant"
+    if len(spans) != len(turns) and (bounds := _marked_bounds(template, chat, weights, turn.ids)) is not None:
+        for i, (start, stop) in bounds.items():
+            inside = [j for j in range(start, stop) if marks[j]]
+            if inside:
+                turn.weigh_marked(inside, stop, weights[i], closes=ends_open and i == turns[-1])
+            else:
+                turn.notes.append(_NOTE_LEFT_OUT)
+        return turn.result(chat)
+    forced = template.generation_prompt(chat, turns[0])
     of_span = [weights.get(i, 0.0) for i in turns]
     if len(spans) != len(turns):
-        if not spans or len(set(of_span)) > 1:
+        spans = [part for span in spans for part in _cut_at_headers(turn.ids, *span, forced)]
+    if len(spans) != len(turns):
+        if len(set(of_span)) > 1:
             return None
         if len(spans) < len(turns):
             turn.notes.append(_NOTE_LEFT_OUT)
         of_span = of_span[:1] * len(spans)
-    forced = template.generation_prompt(chat, turns[0])
-    ends_open = chat.messages[-1]["role"] == "assistant"
     for number, ((start, stop), weight) in enumerate(zip(spans, of_span, strict=True)):
         if weight != 0:
             first = start + _overlap(turn.ids, start, stop, forced)
-            is_marked_short = template.end_of_turn(turn.ids, first, stop) is None
-            if is_marked_short and turn.ids[stop : stop + 1] == [template.end_token]:
-                stop += 1
-                turn.notes.append(_NOTE_MARKERS)
-            turn.weigh(first, stop, weight, closes=ends_open and number == len(spans) - 1)
+            turn.weigh_marked(range(first, stop), stop, weight, closes=ends_open and number == len(spans) - 1)
     return turn.result(chat)
+
+
+def _marked_bounds(
+    template: ChatTemplate, chat: Chat, weights: dict[int, float], ids: list[int]
+) -> dict[int, tuple[int, int]] | None:
+    """Where the turns lie, by verified prefixes; None where these do not tell."""
+    try:
+        prefixes = _Prefixes(template, chat, weights)
+    except DataError:
+        return None  # a template may refuse a conversation that stops early
+    (tokens,) = tokenize(template.tokenizer, [prefixes.whole])
+    found = {i: prefixes.bounds(i, tokens) for i in weights} if tokens.ids == ids else {}
+    bounds = {i: bound for i, bound in found.items() if not isinstance(bound, str)}
+    return bounds if len(bounds) == len(weights) else None
 
 
 def _draft_by_prefixes(template: ChatTemplate, chat: Chat, weights: dict[int, float], mask: str) -> Draft:
     """Weights by verified token prefixes."""
     last = len(chat.messages) - 1
-    whole = template.render(chat)
-    before = {i: template.render(chat, i, prompt=True) for i in weights}
-    through = {i: template.render(chat, i + 1) if i < last else whole for i in weights}
+    prefixes = _Prefixes(template, chat, weights)
+    notes = template.check_written(chat, prefixes.whole)
 
     def finish(tokens: list[Tokens]) -> WeightedTokens:
-        turn = _Turns(template, list(tokens[0].ids))
+        turn = _Turns(template, list(tokens[0].ids), notes)
         for i, weight in weights.items():
-            start = template.prefix_length(before[i], whole, tokens[0])
-            if start is None and whole.startswith(before[i]):
-                cause = (
-                    "white space where the generation prompt ends and the turn starts makes other tokens together than "
-                    "apart; take it off the content's start or the prompt's end"
-                )
-                raise _refusal(template, chat, i, cause, mask)
-            if start is None:
-                cause = "the turn does not start with the generation prompt, or earlier turns are rewritten"
-                raise _refusal(template, chat, i, cause, mask)
-            stop = template.turn_prefix_length(through[i], whole, tokens[0], start)
-            if stop is None or stop < start:
-                cause = "earlier turns are rewritten, as templates do that strip earlier thinking"
-                raise _refusal(template, chat, i, cause, mask)
-            turn.weigh(start, stop, weight, closes=i == last)
+            bounds = prefixes.bounds(i, tokens[0])
+            if isinstance(bounds, str):
+                raise _refusal(template, chat, i, bounds, mask, tokens[0])
+            turn.weigh(*bounds, weight, closes=i == last)
         return turn.result(chat)
 
-    return Draft([whole], finish)
+    return Draft([prefixes.whole], finish)
+
+
+class _Prefixes:
+    """Texts of a conversation up to where each of some turns starts, and through it."""
+
+    def __init__(self, template: ChatTemplate, chat: Chat, turns: Iterable[int]) -> None:
+        last = len(chat.messages) - 1
+        self.whole = template.render(chat)
+        self._before = {i: template.render(chat, i, prompt=True) for i in turns}
+        self._through = {i: template.render(chat, i + 1) if i < last else self.whole for i in turns}
+        self._template = template
+
+    def bounds(self, turn: int, tokens: Tokens) -> tuple[int, int] | str:
+        """First token of a turn and the one after its last, verified; or why they cannot be told."""
+        before = self._before[turn]
+        start = self._template.prefix_length(before, self.whole, tokens)
+        if start is None and self.whole.startswith(before):
+            return (
+                "white space where the generation prompt ends and the turn starts makes other tokens together than "
+                "apart; take it off the content's start or the prompt's end"
+            )
+        if start is None:
+            return "the turn does not start with the generation prompt, or earlier turns are rewritten"
+        stop = self._template.turn_prefix_length(self._through[turn], self.whole, tokens, start)
+        if stop is None or stop < start:
+            return "earlier turns are rewritten, as templates do that strip earlier thinking"
+        return start, stop
 
 
 def _draft_all(template: ChatTemplate, chat: Chat) -> Draft:
     """Every token, each message with its own weight; prefixes are verified only where the weight changes."""
     whole = template.render(chat)
+    notes = template.check_written(chat, whole)
     cuts = [i for i in range(1, len(chat.weights)) if chat.weights[i] != chat.weights[i - 1]]
     before = {i: template.render(chat, i) for i in cuts}
 
     def finish(tokens: list[Tokens]) -> WeightedTokens:
-        turn = _Turns(template, list(tokens[0].ids))
+        turn = _Turns(template, list(tokens[0].ids), notes)
         length = len(turn.ids)
         turn.weights = [chat.weights[0]] * length
         for i in cuts:
             start = template.turn_prefix_length(before[i], whole, tokens[0])
             if start is None:
-                raise _refusal(template, chat, i, "earlier turns are rewritten", "all")
+                raise _refusal(template, chat, i, "earlier turns are rewritten", "all", tokens[0])
             turn.weights[start:] = [chat.weights[i]] * (length - start)
         ends_open = chat.messages[-1]["role"] == "assistant"
         if ends_open and chat.weights[-1] != 0 and template.end_of_turn(turn.ids, 0, length) is None:
@@ -150,10 +196,10 @@ def _draft_all(template: ChatTemplate, chat: Chat) -> Draft:
 class _Turns:
     """Tokens of a conversation while its turns are weighed."""
 
-    def __init__(self, template: ChatTemplate, ids: list[int]) -> None:
+    def __init__(self, template: ChatTemplate, ids: list[int], notes: Iterable[str] = ()) -> None:
         self.ids = ids
         self.weights = [0.0] * len(ids)
-        self.notes: list[str] = []
+        self.notes = list(notes)
         self._template = template
 
     def weigh(self, start: int, stop: int, weight: float, *, closes: bool) -> None:
@@ -162,6 +208,19 @@ class _Turns:
         trained = slice(start, stop if end is None else end + 1)
         self.weights[trained] = [weight] * len(self.ids[trained])
         if end is None and closes:
+            self.insert_end(stop, weight)
+
+    def weigh_marked(self, marked: Sequence[int], stop: int, weight: float, *, closes: bool) -> None:
+        """Weigh the marked tokens of a turn that ends before `stop`, and an end token that comes right after them."""
+        first, after = (marked[0], marked[-1] + 1) if marked else (stop, stop)
+        end = self._template.end_of_turn(self.ids, first, after)
+        for i in marked:
+            if end is None or i <= end:
+                self.weights[i] = weight
+        if end is None and self.ids[after : after + 1] == [self._template.end_token]:
+            self.weights[after] = weight
+            self.notes.append(_NOTE_MARKERS)
+        elif end is None and closes:
             self.insert_end(stop, weight)
 
     def insert_end(self, at: int, weight: float) -> None:
@@ -203,10 +262,28 @@ def _overlap(ids: list[int], start: int, stop: int, forced: list[int]) -> int:
     return 0
 
 
-def _refusal(template: ChatTemplate, chat: Chat, index: int, cause: str, mask: str) -> DataError:
-    advice = "Give" if mask == "last_assistant" else "Choose data.mask=last_assistant, or give"
+def _cut_at_headers(ids: list[int], start: int, stop: int, header: list[int]) -> list[tuple[int, int]]:
+    """Parts of the span ids[start:stop], each starting where the generation prompt is written."""
+    size = len(header)
+    inner = [i for i in range(start + 1, stop - size + 1) if size and ids[i : i + size] == header]
+    return list(pairwise([start, *inner, stop]))
+
+
+def _refusal(template: ChatTemplate, chat: Chat, index: int, cause: str, mask: str, tokens: Tokens) -> DataError:
+    helps = mask != "last_assistant" and _last_turn_is_told(template, chat, tokens)
+    advice = "Choose data.mask=last_assistant, or give" if helps else "Give"
     return DataError(
         f"{chat.where}: which tokens are messages[{index}] cannot be told from {template.name}: the conversation up to "
         f"there is no token prefix of the whole ({cause}). {advice} data.chat_template a "
         "file that marks assistant turns with {% generation %} … {% endgeneration %}"
     )
+
+
+def _last_turn_is_told(template: ChatTemplate, chat: Chat, tokens: Tokens) -> bool:
+    turns = [i for i, message in enumerate(chat.messages) if message["role"] == "assistant"]
+    if not turns or chat.weights[turns[-1]] == 0:
+        return False
+    try:
+        return not isinstance(_Prefixes(template, chat, turns[-1:]).bounds(turns[-1], tokens), str)
+    except DataError:
+        return False

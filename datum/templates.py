@@ -1,6 +1,9 @@
 """What a chat template writes: rendered text, the token that ends a turn, the generation prompt, verified prefixes."""
 
+import json
+import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,10 @@ _PROBE = "datum7probe"
 _SHORT = 200  # characters of a text whose tokens are worth remembering
 _REMEMBERED = 4096  # such texts
 _PROOFS = 16  # prefixes whose shortcut is checked against a full tokenisation
+
+_REASONING = ("reasoning_content", "reasoning", "thinking")  # keys of a message for thinking outside of its content
+_THINKING_END = re.compile(r"[<\[]/[\w:]*(?:think|THINK|thought|reason)[\w:]*[>\]]")
+_THINKING_START = re.compile(r"\s*[<\[][\w:]+[>\]]")
 
 
 class ChatTemplate:
@@ -55,6 +62,7 @@ class ChatTemplate:
         self._blank: dict[int, bool] = {}
         self._remembered: dict[str, list[int]] = {}
         self._proofs_left = _PROOFS
+        self._probed: dict[Any, tuple[str | None, tuple[str, ...]]] = {}
 
     # ------------------------------------------------------------------------------------------------------- rendering
 
@@ -82,11 +90,11 @@ class ChatTemplate:
         Raises:
             DataError: There is no template, or it refuses the messages; names the row.
         """
-        template = self.source(chat)
         if not messages:
             raise DataError(f"{chat.where}: messages[0] is an assistant turn; {self.name} needs a message before it")
+        options = {"tools": chat.tools, "chat_template": self.source(chat), **options}
         try:
-            return self.tokenizer.apply_chat_template(messages, tools=chat.tools, chat_template=template, **options)
+            return self.tokenizer.apply_chat_template(messages, **options)
         except Exception as error:  # whatever the template's own code raises: row and template do not fit
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise DataError(f"{chat.where}: {self.name} refuses messages[:{len(messages)}]: {reason}") from error
@@ -99,6 +107,97 @@ class ChatTemplate:
             if len(text) <= _SHORT and len(self._remembered) < _REMEMBERED:
                 self._remembered[text] = known
         return known
+
+    # ------------------------------------------------------------------------------------------------ what is written
+
+    def check_written(self, chat: Chat, text: str) -> tuple[str, ...]:
+        """Refuse a conversation of which the template leaves something out; remarks on what it may leave out.
+
+        The content of every message and the name of every function called must be in the text. White space at the ends
+        of a content is the template's own affair, and so is thinking that a content carries before a `</think>`. As a
+        short content or name may be in the text by accident, the first conversation of each shape is rendered once more
+        with words in their place that nobody else writes.
+
+        Args:
+            chat: The conversation.
+            text: What the template makes of it.
+
+        Raises:
+            DataError: A content or a call is not in the text; names row, message and template.
+        """
+        notes = []
+        for index, message in enumerate(chat.messages):
+            content = message["content"].strip()
+            if content not in text:
+                thinking, rest = _split_thinking(content)
+                if not _is_written(rest or thinking, text) and (rest or not message.get("tool_calls")):
+                    raise self._lost(chat, f"messages[{index}]: its content")
+                if thinking and not _is_written(thinking, text):
+                    notes.append("thinking inside content: not rendered by the template")
+            for call in message.get("tool_calls", ()):
+                if (name := _function(call)["name"]) not in text:
+                    raise self._lost(chat, f"messages[{index}]: its tool call {name!r}")
+        shape = (self.source(chat), chat.tools is None, tuple(map(_shape, chat.messages)))
+        if (found := self._probed.get(shape)) is None:
+            found = self._probe(chat)
+            if len(self._probed) < _REMEMBERED:
+                self._probed[shape] = found
+        lost, remarks = found
+        if lost is not None:
+            place, _, number = lost.partition(".")
+            what = "its content"
+            if number:
+                what = f"its tool call {_function(chat.messages[int(place)]['tool_calls'][int(number)])['name']!r}"
+            raise self._lost(chat, f"messages[{place}]: {what}")
+        return (*notes, *remarks)
+
+    def _lost(self, chat: Chat, what: str) -> DataError:
+        return DataError(
+            f"{chat.where}: {what} is not in what {self.name} writes, so it would be lost; give data.chat_template a "
+            "Jinja file that writes it, or take it out of the row"
+        )
+
+    def _probe(self, chat: Chat) -> tuple[str | None, tuple[str, ...]]:
+        """What the template leaves out of such a conversation: "message" or "message.call", and remarks."""
+        needed: dict[str, str] = {}
+        reasoning: dict[str, list[str]] = {}
+        messages = []
+        for index, message in enumerate(chat.messages):
+            probe = dict(message)
+            _, rest = _split_thinking(message["content"])
+            if rest:
+                needed[word := f"probe{index}content"] = str(index)
+                probe["content"] = message["content"].rstrip().removesuffix(rest) + word
+            if calls := message.get("tool_calls"):
+                words = [f"probe{index}call{number}name" for number in range(len(calls))]
+                needed |= {word: f"{index}.{number}" for number, word in enumerate(words)}
+                probe["tool_calls"] = [_renamed(call, word) for call, word in zip(calls, words, strict=True)]
+            for key in _REASONING:
+                if isinstance(message.get(key), str) and message[key].strip():
+                    probe[key] = f"probe{index}{key}"
+                    reasoning.setdefault(key, []).append(probe[key])
+            messages.append(probe)
+        try:
+            text = self.apply(chat, messages, tokenize=False)
+        except DataError:
+            return None, ()  # a template that looks into contents: what the text itself shows has to do
+        notes = []
+        for key, words in reasoning.items():
+            written = sum(word in text for word in words)
+            if written < len(words):
+                how = "rendered by the template in some turns only" if written else "not rendered by the template"
+                notes.append(f"{key}: {how}")
+        if chat.tools is not None and self._leaves_no_trace(chat, messages, text):
+            notes.append("tools column: not rendered by the template")
+        return next((place for word, place in needed.items() if word not in text), None), tuple(notes)
+
+    def _leaves_no_trace(self, chat: Chat, messages: list[dict[str, Any]], text: str) -> bool:
+        """Whether the text is the same without the tools column."""
+        bare = replace(chat, tools=None)
+        try:
+            return bool(self.apply(bare, messages, tokenize=False, chat_template=self.source(chat)) == text)
+        except DataError:
+            return False  # it cannot do without
 
     # ------------------------------------------------------------------------------------------------ starts and ends
 
@@ -209,3 +308,36 @@ def _common(first: Sequence[int], second: Sequence[int]) -> int:
     """Length of the common prefix."""
     shorter = min(len(first), len(second))
     return next((i for i in range(shorter) if first[i] != second[i]), shorter)
+
+
+def _shape(message: dict[str, Any]) -> tuple[Any, ...]:
+    """What of a message, but for its words, decides what a template writes of it."""
+    thinking, rest = _split_thinking(message["content"])
+    keys = tuple(key for key in _REASONING if message.get(key)) if len(message) > 2 else ()
+    return message["role"], bool(thinking), bool(rest), len(message.get("tool_calls", ())), keys
+
+
+def _split_thinking(content: str) -> tuple[str, str]:
+    """Thinking at the start of a content, without its tags, and the rest: "<think>hm</think> b" -> "hm", "b"."""
+    ends = list(_THINKING_END.finditer(content))
+    if not ends:
+        return "", content.strip()
+    end = ends[-1]
+    thinking = content[: end.start()]
+    start = _THINKING_START.match(thinking)
+    return thinking[start.end() if start else 0 :].strip(), content[end.end() :].strip()
+
+
+def _is_written(part: str, text: str) -> bool:
+    return part in text or json.dumps(part, ensure_ascii=False)[1:-1] in text  # some write tool results as JSON
+
+
+def _function(call: dict[str, Any]) -> dict[str, Any]:
+    function: dict[str, Any] = call.get("function", call)
+    return function
+
+
+def _renamed(call: dict[str, Any], name: str) -> dict[str, Any]:
+    if "function" in call:
+        return {**call, "function": {**call["function"], "name": name}}
+    return {**call, "name": name}

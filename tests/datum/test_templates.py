@@ -17,6 +17,7 @@ from tests.datum.example_tokenizers import (
     CLOSED,
     DEFAULT_SYSTEM,
     MARKED,
+    MARKED_WHOLE,
     NO_END,
     STRIPPING,
     THINKING,
@@ -229,17 +230,69 @@ def test_markers_serve_where_prefixes_fail(tmp_path):
     assert [w for w in weights_of(encode(tokenizer, row, chat_template=file)) if w][:3] == [0.5, 0.5, 1]
 
 
-def test_markers_that_leave_turns_out_are_believed_unless_weights_differ():
-    """One marked turn of two: which one it is matters only if the two weigh differently; then prefixes tell."""
-    template = MARKED.replace("{% if m['role'] == 'assistant' %}", "{% if m['role'] == 'assistant' and loop.last %}")
-    tokenizer = byte_level(template)
+LAST_ONLY = MARKED.replace("{% if m['role'] == 'assistant' %}", "{% if m['role'] == 'assistant' and loop.last %}")
+LEFT_OUT = "the template's generation markers leave assistant turns out: these are not trained"
+
+
+@pytest.mark.parametrize("weight", [1.0, 0.5])
+def test_markers_that_leave_a_turn_out_are_believed_whatever_it_weighs(weight):
+    tokenizer = byte_level(LAST_ONLY)
     row = chat("a", "b", "c", "d")
+    row["messages"][1]["weight"] = weight
     encoder = RowEncoder(tokenizer)
-    assert trained(tokenizer, *encoder.encode(Row(row, "x:1"))) == ["d<|im_end|>"]
-    text = "the template's generation markers leave assistant turns out: these are not trained"
-    assert encoder.ledger.notes == {text: 1}
-    row["messages"][1]["weight"] = 0.5
-    assert [w for w in weights_of(encode(tokenizer, row)) if w] == [0.5, 0.5, 1, 1]
+    (datum,) = encoder.encode(Row(row, "x:1"))
+    assert trained(tokenizer, datum) == ["d<|im_end|>"]
+    assert [w for w in weights_of(datum) if w] == [1, 1]
+    assert encoder.ledger.notes == {LEFT_OUT: 1}
+    row["messages"][3]["weight"] = 0.25  # a weight multiplies what the markers chose
+    assert [w for w in weights_of(encode(tokenizer, row)) if w] == [0.25, 0.25]
+    last = RowEncoder(tokenizer, mask="last_assistant")
+    assert trained(tokenizer, *last.encode(Row(row, "x:1"))) == ["d<|im_end|>"]
+    assert last.ledger.notes == {}  # no turn that the mask asks for is left out
+
+
+def test_a_row_in_which_nothing_is_marked_has_no_target():
+    encoder = RowEncoder(byte_level(LAST_ONLY))
+    assert encoder.encode(Row(chat("a", "b", "c"), "x:1")) == []
+    assert encoder.ledger.rows_dropped == {"no_target": 1}
+
+
+@pytest.mark.parametrize("strips", [False, True])
+def test_marked_turns_in_a_row_are_told_apart_inside_their_common_span(strips):
+    """By verified prefixes, or, where a template rewrites earlier turns, by the header that each turn starts with."""
+    template = MARKED_WHOLE
+    if strips:
+        template = template.replace(
+            "m['content']", "(m['content'] if loop.last else m['content'].split('</think>')[-1])"
+        )
+    tokenizer = byte_level(template)
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "<think>x</think>b" if strips else "b"},
+        {"role": "assistant", "content": "c"},
+    ]
+    encoder = RowEncoder(tokenizer)
+    (datum,) = encoder.encode(Row({"messages": messages}, "x:1"))
+    assert trained(tokenizer, datum) == ["b<|im_end|>", "c<|im_end|>"]
+    assert LEFT_OUT not in encoder.ledger.notes
+    messages[1]["weight"] = 0.5
+    assert [w for w in weights_of(encode(tokenizer, {"messages": messages})) if w] == [0.5, 0.5, 1, 1]
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    roles=st.lists(st.sampled_from(["user", "assistant"]), max_size=5),
+    weights=st.lists(st.sampled_from([1.0, 0.5, 0.0]), min_size=7, max_size=7),
+    mask=st.sampled_from(["assistant", "last_assistant"]),
+)
+def test_markers_round_whole_turns_agree_with_prefixes(roles, weights, mask):
+    roles = ["user", *roles, "assistant"]
+    messages = [{"role": r, "content": f"It {i}", "weight": w} for i, (r, w) in enumerate(zip(roles, weights))]
+    messages[-1]["weight"] = 1.0
+    row = {"messages": messages}
+    assert fields(encode(byte_level(MARKED_WHOLE), row, mask=mask)) == fields(
+        encode(byte_level(CHATML), row, mask=mask)
+    )
 
 
 def test_content_that_joins_a_token_of_the_header_is_refused():
@@ -251,6 +304,27 @@ def test_content_that_joins_a_token_of_the_header_is_refused():
     )
     with pytest.raises(DataError, match="white space where the generation prompt ends and the turn starts makes other"):
         encode(tokenizer, chat("a", "\n\n\nb"))
+
+
+def test_another_mask_is_advised_only_where_it_helps():
+    tokenizer = byte_level(CHATML)
+
+    def refusal(row, **options):
+        with pytest.raises(DataError, match="cannot be told") as caught:
+            encode(tokenizer, row, **options)
+        return str(caught.value)
+
+    advice = "Choose data.mask=last_assistant, or give data.chat_template"
+    joined = "\n\n\nb"
+    assert advice in refusal(chat("a", joined, "c", "d"))
+    encode(tokenizer, chat("a", joined, "c", "d"), mask="last_assistant")
+    for row, options in [
+        (chat("a", joined), {}),
+        (chat("a", joined, "c", joined), {}),
+        (chat("a", joined), {"mask": "last_assistant"}),
+    ]:
+        assert "Give data.chat_template" in refusal(row, **options)
+        assert "last_assistant" not in refusal(row, **options)
 
 
 def test_two_bos_tokens_are_refused_and_one_is_kept():
@@ -295,6 +369,15 @@ def test_an_end_token_outside_of_the_markers_is_trained_and_noted():
     assert encoder.ledger.notes == {"end token outside of the template's generation markers: trained all the same": 1}
 
 
+def test_an_empty_turn_of_marked_header_and_unmarked_end_trains_its_end():
+    template = MARKED_WHOLE.replace(
+        "+ '<|im_end|>\n' }}{% endgeneration %}", "}}{% endgeneration %}{{ '<|im_end|>\n' }}"
+    )
+    assert template != MARKED_WHOLE
+    tokenizer = byte_level(template)
+    assert trained(tokenizer, encode(tokenizer, chat("a", "b", "c", ""))) == ["b<|im_end|>", "<|im_end|>"]
+
+
 def test_of_two_closing_tokens_the_template_s_own_end_token_is_the_trained_one():
     """`<|im_end|>` ends the turn; the token that closes the conversation weighs 0, and the other way round never."""
     tokenizer = byte_level(CLOSED)
@@ -306,6 +389,97 @@ def test_of_two_closing_tokens_the_template_s_own_end_token_is_the_trained_one()
     closes_only = CLOSED.replace("m['content'] + '<|im_end|>\n'", "m['content'] + '\n'")
     with pytest.raises(DataError, match="earlier turns are rewritten"):
         encode(byte_level(closes_only), chat("a", "b", "c", "d"))
+
+
+# ------------------------------------------------------------------------------------------- nothing is lost silently
+
+CALL = {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}]}
+DROPS_TOOLS = CHATML.replace("{% for m in messages %}", "{% for m in messages if m['role'] != 'tool' %}")
+CALL_ONLY = TOOLS.replace("m['content'] }}", "('' if m.get('tool_calls') else m['content']) }}")
+
+
+@pytest.mark.parametrize("marks", [False, True])
+@pytest.mark.parametrize("mask", ["assistant", "last_assistant", "all"])
+@pytest.mark.parametrize(
+    ("template", "messages", "text"),
+    [
+        # "f" is in the default system message ("helpful") all the same
+        (DEFAULT_SYSTEM, [CALL, {"role": "tool", "content": "3"}], "messages[1]: its tool call 'f' is"),
+        ("{{ 'fixed' }}", [], "messages[0]: its content is"),
+        ("{{ 'fixed a ok' }}", [], "messages[0]: its content is"),
+        (DROPS_TOOLS, [{"role": "tool", "content": "a"}], "messages[1]: its content is"),
+        (DROPS_TOOLS, [{"role": "tool", "content": "3"}], "messages[1]: its content is"),
+        (CALL_ONLY, [{**CALL, "content": "I look it up."}], "messages[1]: its content is"),
+    ],
+)
+def test_content_and_calls_that_the_template_does_not_write_are_refused(template, messages, text, mask, marks):
+    row = {
+        "messages": [{"role": "user", "content": "a"}, *messages, {"role": "assistant", "content": "ok"}],
+    }
+    if marks:
+        template = "{% generation %}" + template + "{% endgeneration %}"
+    match = re.escape(f"chats.jsonl:7: {text} not in what the chat template of m writes")
+    with pytest.raises(DataError, match=match):
+        encode(byte_level(template, name_or_path="m"), row, mask=mask)
+
+
+@pytest.mark.parametrize("content", ['say "hi"\n\t', "  four  ", "é\n", "it's"])
+def test_content_that_a_template_strips_or_writes_as_json_is_written(content):
+    messages = [{"role": "user", "content": "a"}, CALL, {"role": "tool", "content": content}]
+    messages.append({"role": "assistant", "content": "ok"})
+    for writes in ["m['content'] | trim", "m['content'] | tojson"]:
+        tokenizer = byte_level(TOOLS.replace("m['content']", f"({writes})"))
+        assert trained(tokenizer, encode(tokenizer, {"messages": messages}, mask="last_assistant"))
+
+
+def test_thinking_that_a_template_drops_is_noted_and_the_rest_of_the_turn_must_be_written():
+    always = STRIPPING.replace("{% if loop.last %}", "{% if false %}").replace("[-1] }}", "[-1] | trim }}")
+    note = "thinking inside content: not rendered by the template"
+    for template, notes in [(CHATML, {}), (STRIPPING, {}), (always, {note: 1})]:
+        encoder = RowEncoder(byte_level(template))
+        encoder.encode(Row(chat("a", "<think>\nhm\n</think>\n\nb"), "x:1"))
+        assert encoder.ledger.notes == notes
+    with pytest.raises(DataError, match=re.escape("messages[1]: its content is not in what")):
+        encode(byte_level(always), chat("a", "<think>hm</think>"))  # the turn would be empty
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
+def test_reasoning_keys_that_leave_no_trace_are_noted(key):
+    rows = [chat("a", "b", "c", "d") for _ in range(3)]
+    for row in rows[:2]:
+        row["messages"][1][key] = row["messages"][3][key] = "a"
+    writes = CHATML.replace("m['content']", f"m.get('{key}', '') + m['content']")
+    last = CHATML.replace("m['content']", f"(m.get('{key}', '') if loop.last else '') + m['content']")
+    for template, notes in [
+        (CHATML, {f"{key}: not rendered by the template": 2}),
+        (writes, {}),
+        (last, {f"{key}: rendered by the template in some turns only": 2}),
+    ]:
+        encoder = RowEncoder(byte_level(template), mask="last_assistant")
+        for number, row in enumerate(rows):
+            encoder.encode(Row(row, f"x:{number}"))
+        assert encoder.ledger.notes == notes
+
+
+def test_a_tools_column_that_leaves_no_trace_is_noted():
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    for template, notes in [(CHATML, {"tools column: not rendered by the template": 2}), (TOOLS, {})]:
+        encoder = RowEncoder(byte_level(template))
+        for row in [chat("a", "b", tools=tools), chat("a", "b"), chat("c", "d", tools=tools)]:
+            encoder.encode(Row(row, "x:1"))
+        assert encoder.ledger.notes == notes
+
+
+def test_what_a_template_writes_is_probed_once_for_conversations_of_one_shape(monkeypatch):
+    calls = []
+    render = ChatTemplate.apply
+    monkeypatch.setattr(ChatTemplate, "apply", lambda *args, **options: calls.append(1) or render(*args, **options))
+    encoder = RowEncoder(byte_level(CHATML))
+    for number in range(4):
+        encoder.encode(Row(chat(f"a{number}", "b"), "x:1"))
+        if number == 0:
+            first = len(calls)
+    assert len(calls) == first + 3 * 2  # the conversation, and its prompt
 
 
 # ------------------------------------------------------------------------------------------------- exactness, speed
