@@ -22,6 +22,8 @@ _REASONING = ("reasoning_content", "reasoning", "thinking")  # keys of a message
 _THINKING_END = re.compile(r"[<\[]/[\w:]*(?:think|THINK|thought|reason)[\w:]*[>\]]")
 _THINKING_START = re.compile(r"\s*[<\[][\w:]+[>\]]")
 
+_Place = tuple[int, int | None]  # index of a message, and of one of its tool calls or None for its content
+
 
 class ChatTemplate:
     """A tokenizer's chat template, or a file in its place.
@@ -62,7 +64,7 @@ class ChatTemplate:
         self._blank: dict[int, bool] = {}
         self._remembered: dict[str, list[int]] = {}
         self._proofs_left = _PROOFS
-        self._probed: dict[Any, tuple[str | None, tuple[str, ...]]] = {}
+        self._probed: dict[Any, tuple[_Place | None, tuple[str, ...]]] = {}
 
     # ------------------------------------------------------------------------------------------------------- rendering
 
@@ -144,11 +146,11 @@ class ChatTemplate:
                 self._probed[shape] = found
         lost, remarks = found
         if lost is not None:
-            place, _, number = lost.partition(".")
+            index, number = lost
             what = "its content"
-            if number:
-                what = f"its tool call {_function(chat.messages[int(place)]['tool_calls'][int(number)])['name']!r}"
-            raise self._lost(chat, f"messages[{place}]: {what}")
+            if number is not None:
+                what = f"its tool call {_function(chat.messages[index]['tool_calls'][number])['name']!r}"
+            raise self._lost(chat, f"messages[{index}]: {what}")
         return (*notes, *remarks)
 
     def _lost(self, chat: Chat, what: str) -> DataError:
@@ -157,20 +159,20 @@ class ChatTemplate:
             "Jinja file that writes it, or take it out of the row"
         )
 
-    def _probe(self, chat: Chat) -> tuple[str | None, tuple[str, ...]]:
-        """What the template leaves out of such a conversation: "message" or "message.call", and remarks."""
-        needed: dict[str, str] = {}
+    def _probe(self, chat: Chat) -> tuple[_Place | None, tuple[str, ...]]:
+        """The first content or call that the template leaves out of such a conversation, and remarks."""
+        needed: dict[str, _Place] = {}
         reasoning: dict[str, list[str]] = {}
         messages = []
         for index, message in enumerate(chat.messages):
             probe = dict(message)
             _, rest = _split_thinking(message["content"])
             if rest:
-                needed[word := f"probe{index}content"] = str(index)
+                needed[word := f"probe{index}content"] = (index, None)
                 probe["content"] = message["content"].rstrip().removesuffix(rest) + word
             if calls := message.get("tool_calls"):
                 words = [f"probe{index}call{number}name" for number in range(len(calls))]
-                needed |= {word: f"{index}.{number}" for number, word in enumerate(words)}
+                needed |= {word: (index, number) for number, word in enumerate(words)}
                 probe["tool_calls"] = [_renamed(call, word) for call, word in zip(calls, words, strict=True)]
             for key in _REASONING:
                 if isinstance(message.get(key), str) and message[key].strip():
