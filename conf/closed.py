@@ -97,19 +97,28 @@ def check_target(key: str, target: str, allow_targets: Sequence[str] = ()) -> No
         )
 
 
-def unknown_key(key: str, known: Iterable[str]) -> str:
+def unknown_key(key: str, known: Iterable[str], groups: Iterable[str] = ()) -> str:
     """One line that says a key is unknown, and which one is nearest or what stands beside it.
+
+    Args:
+        key: Dotted key.
+        known: Every dotted key there is.
+        groups: Names that are no keys but can be chosen, such as `experiment`; suggested, not listed.
 
     >>> unknown_key("optim.lrr", ["optim.lr", "optim.eps"])
     'unknown key optim.lrr, did you mean optim.lr?'
     >>> unknown_key("optim.zzz", ["optim.lr", "optim.eps"])
     'unknown key optim.zzz; optim has eps, lr'
+    >>> unknown_key("optim.lr.x", ["optim", "optim.lr"])
+    'unknown key optim.lr.x: further keys in optim.lr are not supported'
     """
     known = list(known)
-    near = nearest(key, known)
+    near = nearest(key, {*known, *groups})
     if near is not None:
         return f"unknown key {key}, did you mean {near}?"
     parent = key.rpartition(".")[0]
+    if parent in known and not any(name.startswith(f"{parent}.") for name in known):
+        return f"unknown key {key}: further keys in {parent} are not supported"
     while parent and not any(name.startswith(f"{parent}.") for name in known):
         parent = parent.rpartition(".")[0]
     prefix = f"{parent}." if parent else ""
@@ -120,17 +129,18 @@ def unknown_key(key: str, known: Iterable[str]) -> str:
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """The known name that a mistyped one most likely meant, or None.
 
-    The same parent comes first, then the whole name, then a last part that is known in one other place.
+    The same parent comes first, then the whole name where the parent is unknown too, then a last part that is known in
+    one other place. A group that the name lies in is not what was meant.
 
     >>> nearest("optim.l", ["optim.lr", "optim.eps"]), nearest("lr", ["optim.lr", "optim.eps"]), nearest("x", ["optim"])
     ('optim.lr', 'optim.lr', None)
     """
-    known = sorted(known)
+    known = sorted(key for key in known if not name.startswith(f"{key}."))
     parent, dot, leaf = name.rpartition(".")
     siblings = [key.rpartition(".")[2] for key in known if key.rpartition(".")[0] == parent]
     if close := difflib.get_close_matches(leaf, siblings, n=1, cutoff=0.6):
         return f"{parent}{dot}{close[0]}"
-    if close := difflib.get_close_matches(name, known, n=1, cutoff=0.8):
+    if not siblings and (close := difflib.get_close_matches(name, known, n=1, cutoff=0.8)):
         return close[0]
     same_leaf = [key for key in known if key.rpartition(".")[2] == leaf]
     return same_leaf[0] if len(same_leaf) == 1 else None
@@ -144,14 +154,14 @@ def field_keys(cfg: DictConfig, prefix: str = "") -> Iterator[str]:
             yield from field_keys(child, f"{prefix}{name}.")
 
 
-def describe_error(error: OmegaConfBaseException) -> str:
-    """One line for what OmegaConf refused: the key, the value, what is accepted."""
+def describe_error(error: OmegaConfBaseException, groups: Iterable[str] = ()) -> str:
+    """One line for what OmegaConf refused: the key, the value, what is accepted (`groups` as for `unknown_key`)."""
     key = error.full_key or ""
     reason = (error.msg or str(error)).strip().splitlines()[0]
     if isinstance(error, ConfigKeyError | ConfigAttributeError) and isinstance(error.parent_node, DictConfig):
         root: Any = error.parent_node._get_root()
         is_hydra = key.startswith("hydra.")
-        return unknown_key(key, [name for name in field_keys(root) if name.startswith("hydra.") == is_hydra])
+        return unknown_key(key, [k for k in field_keys(root) if (k.partition(".")[0] == "hydra") == is_hydra], groups)
     if isinstance(error, MissingMandatoryValue):
         return f"{key} is required: give {key}=<value>"
     if isinstance(error, InterpolationResolutionError) and not isinstance(error, InterpolationValidationError):

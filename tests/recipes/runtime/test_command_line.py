@@ -25,6 +25,8 @@ def mine(tmp_path_factory):
         "experiment/no_yaml": "# @package _global_\noptim: [\n",
         "experiment/scalar_group": "# @package _global_\noptim: 3\n",
         "experiment/fine": "# @package _global_\noptim:\n  lr: 0.5\nextras:\n  note: {who: me}\n",
+        "experiment/no_header": "optim:\n  lr: 0.5\n",
+        "experiment/of_hydra": "# @package _global_\nhydra:\n  run:\n    foo: 1\n",
         "optim/plain": "lr: 0.25\n",
         "optim/plain_misspelt": "lrr: 0.25\n",
         "loss/theirs": "defaults: [cross_entropy_schema, _self_]\n_target_: theirs.Loss\n",
@@ -63,12 +65,24 @@ CASES = {
     "loss.clip=3": "unknown key loss.clip; loss has _target_, aggregation, max_tokens",
     "scheduler.decay_fraction=0.1": "unknown key scheduler.decay_fraction",  # of wsd alone
     "optim={lr: 1, foo: 2}": "unknown key optim.foo",
-    "optim.lr.x=1": "optim.lr={}: accepted are finite numbers above 0",
+    "optim.lr.x=1": "unknown key optim.lr.x: optim.lr has no keys, it is one value; accepted are finite numbers above",
+    "model.added_tokens.x=1": "unknown key model.added_tokens.x: model.added_tokens is a list",
+    "model.lora.foo=3": "unknown key model.lora.foo; model.lora has alpha, dropout, export, rank, target_modules",
+    "experimnt=x": "unknown key experimnt, did you mean experiment?",
+    "+foo=1": "eval, extras, launch, logger, loss",  # not experiment and debug, which are no keys
+    "foo.bar=1": "extras, launch, logger",  # not hydra
     "_target_=os.system": "unknown key _target_",
     "optim._target_=os.system": "unknown key optim._target_",
     "new.key=1": "unknown key new",
     "hydra.jobb.name=x": "unknown key hydra.jobb, did you mean hydra.job?",
+    "+hydra.run.foo=1": "unknown key hydra.run.foo; hydra.run has dir",
+    "++hydra.rn.dir=x": "unknown key hydra.rn.dir, did you mean hydra.run.dir?",
+    "+hydra.job.env_set.FOO=1": "unknown key hydra.job.env_set.FOO: further keys in hydra.job.env_set are not",
     # + and ~ on keys that exist
+    "+hydra.run.dir=x": "+hydra.run.dir=x: keys are never added; write hydra.run.dir=x",
+    "+hydra/launcher=basic": "+hydra/launcher=basic: keys are never added; write hydra/launcher=basic",
+    "~hydra.run": "~hydra.run: an option cannot be removed; give it another value, hydra.run=<value>",
+    "+experiment@foo=fine": "+experiment@foo=fine: keys are never added; write experiment=fine",
     "+optim.lr=1": "+optim.lr=1: keys are never added; write optim.lr=1",
     "++optim.lr=1": "++optim.lr=1: keys are never added; write optim.lr=1",
     "~optim.lr": "~optim.lr: an option cannot be removed; give it another value, optim.lr=<value>",
@@ -82,7 +96,25 @@ CASES = {
     "experiment=nope": "experiment has no option nope",
     "train=null": "train=null: the options of train are default",
     "optim=3": "optim=3: the options of optim are adamw",
-    "loss@x=cross_entropy": "loss@x",
+    "loss@x=cross_entropy": "loss@x: a group's place in the configuration is fixed; write loss=<option>",
+    "experiment=sft_tiny_packed experiment=null": "experiment=null: the options of experiment are",
+    "model=tiny_schema": "model has no option tiny_schema; the options of model are hf, smollm2, tiny",
+    "scheduler=constant_schema": "the options of scheduler are constant, cosine, linear, wsd",
+    "data=[demo,files_schema]": "data has no option files_schema",
+    # keys that the group option sets
+    "collate=packed collate.layout=padded": "collate.layout=padded: collate=packed sets it to packed; choose another",
+    "collate.layout=packed": "collate.layout=packed: collate=padded sets it to padded",
+    "collate={layout: packed}": "collate.layout=packed: collate=padded sets it to padded",
+    "collate=packed attention.scope=xdoc": "attention.scope=xdoc: attention=per_document sets it",
+    "positions.axes=mrope": "positions.axes=mrope: positions=rope sets it",
+    "scheduler=cosine scheduler.name=linear": "scheduler.name=linear: scheduler=cosine sets it to cosine",
+    "collate.layout=${nothing}": "collate.layout: Interpolation key 'nothing' not found",
+    # what Hydra allows and a run cannot honour
+    "hydra.job.chdir=true": "hydra.job.chdir=true: accepted is false; a run stays in the working directory",
+    "-m hydra.job.chdir=true": "hydra.job.chdir=true: accepted is false",
+    "hydra.output_subdir=null": "hydra.output_subdir=null: accepted is the name of a folder",
+    "-m hydra.output_subdir=null": "hydra.output_subdir=null: accepted is the name of a folder",
+    "hydra.searchpath=[file:///nope]": "hydra.searchpath: /nope is not there",
     "hydra/launcher=nope": "hydra/launcher has no option nope",
     # malformed overrides
     "optim.lr": "malformed override 'optim.lr': accepted are key=value and group=option",
@@ -102,7 +134,10 @@ CASES = {
     "optim.lr=null": "optim.lr",
     "optim.lr=true": "optim.lr=True: accepted are finite numbers above 0",
     "train.max_steps=1.5": "train.max_steps=1.5: accepted are whole numbers from 1, or null",
-    "train.seed=x": "train.seed=x: accepted are whole numbers",
+    "train.seed=x": "train.seed=x: accepted are whole numbers from 0 to 9223372036854775807",
+    "train.seed=-1": "train.seed=-1: accepted are whole numbers from 0 to 9223372036854775807",
+    "train.seed=9223372036854775808": "accepted are whole numbers from 0 to 9223372036854775807",
+    "eval.max_new_tokens=0": "eval.max_new_tokens=0: accepted are whole numbers from 1",
     "train.precision=fp8": "train.precision=fp8: accepted are fp32, bf16",
     "data.mask=user": "data.mask=user: accepted are assistant, last_assistant, completion, all, or null",
     "model.compile=maybe": "model.compile=maybe: accepted are true, false",
@@ -123,7 +158,7 @@ CASES = {
     "data.eval_fraction=0.1": "data.eval_path and data.eval_fraction are both set",
     "loss.aggregation=constant": "set both or neither",
     "train.epochs=3": "train.epochs=3 with train.max_steps=",
-    "scheduler.name=cosine scheduler=wsd": "scheduler.name=cosine: accepted is wsd",
+    "scheduler.name=cosine scheduler=wsd": "scheduler.name=cosine: scheduler=wsd sets it to wsd",
     "data=files": "data.path is required: give data.path=<value>",
     "model=hf": "model.name is required: give model.name=<folder or hub id>",
     "optim.lr=???": "optim.lr is required",
@@ -140,9 +175,12 @@ CASES = {
     "--config-dir nowhere": "--config-dir=nowhere:",
     "--config-path x": "--config-path is not offered",
     "--config-name nope": "Cannot find primary config 'nope'",
+    "--config-name sft_schema": "--config-name=sft_schema is for the defaults list of a file",
     "--resolve": "--resolve belongs to --cfg",
+    "--package optim": "--package belongs to --cfg",
+    "--cfg job -p optimm": "--package=optimm: unknown key optimm, did you mean optim?",
 }
-SPACED = {"a b", "optim={lr: 1, foo: 2}"}  # one argument that holds a space
+SPACED = {"a b", "optim={lr: 1, foo: 2}", "collate={layout: packed}"}  # one argument that holds a space
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -158,6 +196,8 @@ def test_a_mistake_is_refused_and_named(case, capfd):
         (["experiment=misspelt"], "unknown key optim.lrr, did you mean optim.lr? (in 'experiment/misspelt')"),
         (["experiment=new_root"], "unknown key speed"),
         (["experiment=wrong_type"], "optim.lr=abc: accepted are finite numbers above 0 (in 'experiment/wrong_type')"),
+        (["experiment=no_header"], "its first line must be `# @package _global_`"),
+        (["experiment=of_hydra"], "unknown key hydra.run.foo; hydra.run has dir (in 'experiment/of_hydra')"),
         (["experiment=wrong_group"], "loss has no option pppo"),
         (["experiment=unresolvable"], "optim.lr: Interpolation key 'nothing' not found"),
         (["experiment=no_yaml"], "while parsing a flow node"),
@@ -191,6 +231,7 @@ def test_what_hydra_offers_to_show_works_and_starts_nothing(capfd):
     for argv, expected in [
         (["--help"], "scheduler: constant"),
         (["--cfg", "job", "-p", "optim", "--resolve"], "# @package optim"),
+        (["--cfg", "job", "-p", "train.microbatch_size"], "null"),
         (["--cfg", "hydra", "-p", "hydra.job"], "name: sft"),
         (["--info", "searchpath"], "pkg://conf"),
     ]:
@@ -203,6 +244,20 @@ def test_show_refuses_what_a_run_would_refuse(capfd):
     assert "unknown key optim.lrr" in refusal(capfd, ["--cfg", "job", "+optim.lrr=1"])
     assert "set both or neither" in refusal(capfd, ["--cfg", "job", "loss.aggregation=constant"])
     assert "unknown key optim.lrr" in refusal(capfd, ["--info", "defaults", "optim.lrr=1"])
+
+
+def test_null_is_what_experiment_and_debug_are_by_default():
+    assert run("sft", lambda config, run_dir: None, ["experiment=null", "hydra.run.dir=run", "debug=null"]) == 0
+    assert Path("run/.hydra/overrides.yaml").read_text() == "- experiment=null\n- debug=null\n"
+
+
+def test_option_classes_are_not_offered(capfd, monkeypatch):
+    assert run("sft", never, ["--help"]) == 0
+    assert "_schema" not in capfd.readouterr().out
+    monkeypatch.setenv("COMP_LINE", "sft model=")
+    monkeypatch.setenv("COMP_POINT", "10")
+    assert run("sft", never, ["-sc", "query=bash"]) == 0
+    assert sorted(capfd.readouterr().out.split()) == ["model=hf", "model=smollm2", "model=tiny"]
 
 
 def test_only_rank_0_speaks(capfd, monkeypatch):

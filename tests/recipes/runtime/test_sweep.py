@@ -60,6 +60,11 @@ def test_groups_are_swept_and_files_of_ones_own_are_passed_on(jobs, tmp_path):
     ]
 
 
+def test_an_experiment_is_swept_against_none(jobs):
+    assert run("sft", never, ["-m", "experiment=null,sft_tiny_packed"]) == 0
+    assert [job[3] for job in jobs] == ["experiment=null", "experiment=sft_tiny_packed"]
+
+
 def test_a_failed_job_does_not_stop_the_rest(jobs, capfd):
     assert run("sft", never, ["-m", "optim.lr=3,2"]) == 1
     assert len(jobs) == 2
