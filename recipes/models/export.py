@@ -46,7 +46,8 @@ def export_model(
         folder: New or empty folder; publishing it under its final name is the caller's.
         state_dict: Full state of `language_model.scoring` or of `language_model.model`, where the live tensors are
             shards; None reads the live ones.
-        verify: Load the folder again and compare logits: within 1e-5 of their size in float32.
+        verify: Load the folder again and compare logits: within 1e-5 of their size in float32 (1e-3 where adapters were
+            merged).
 
     Raises:
         ModelError: A weight is not finite, a tied head has come apart, or the loaded model differs.
@@ -159,8 +160,10 @@ def _verify(language_model: LanguageModel, folder: Path) -> None:
             expected, got = live(**inputs).logits.float(), again.eval()(**inputs).logits.float()
     finally:
         live.train(was_training)
-    # Merged weights are rounded to the model's dtype.
-    tolerance = 1e-5 if base.dtype == torch.float32 else 5e-2
+    # Merged weights are rounded to the model's dtype, and summed in another order than base and adapter apart: 4e-5 of
+    # the largest logit after 30 layers in float32. Weights that are wrong differ by their own size.
+    is_merged = isinstance(live, PeftModel)
+    tolerance = 5e-2 if base.dtype != torch.float32 else 1e-3 if is_merged else 1e-5
     difference, size = float((expected - got).abs().max()), max(1.0, float(expected.abs().max()))
     if not difference <= tolerance * size:
         raise ModelError(
