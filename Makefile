@@ -11,6 +11,8 @@ ARGS ?=
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+# The tests' models are tiny: more threads than one only wait for each other.
+TEST_ENV := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
 TORCH := $(shell grep '^torch==' requirements.lock)
 
 .PHONY: sft sft-real test test-all check
@@ -22,10 +24,10 @@ sft-real: .venv/installed .venv/smollm2
 	$(BIN)/python -m recipes.sft experiment=sft_smollm2 $(ARGS)
 
 test: .venv/installed
-	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
+	$(TEST_ENV) $(BIN)/python -m pytest
 
 test-all: .venv/installed .venv/smollm2
-	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m "not gpu"
+	$(TEST_ENV) $(BIN)/python -m pytest -m "not gpu"
 
 check: .venv/installed
 	$(BIN)/ruff format --check .
