@@ -1,5 +1,7 @@
 """Low-rank adapters through PEFT."""
 
+import warnings
+
 import torch
 from peft import LoraConfig as PeftLoraConfig
 from peft import PeftModel, get_peft_model
@@ -76,4 +78,9 @@ def add_lora(
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return get_peft_model(model, peft_config)
+        with warnings.catch_warnings():
+            # PEFT asks by a name that Transformers has since changed.
+            warnings.filterwarnings(
+                "ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning
+            )
+            return get_peft_model(model, peft_config)
