@@ -172,7 +172,8 @@ def features_of(datum):
 
 def assert_same_step(got, wanted):
     (got_loss, got_gradients), (wanted_loss, wanted_gradients) = got, wanted
-    assert abs(got_loss - wanted_loss) <= 1e-6 * max(1, abs(wanted_loss))
+    # float32 terms of up to about 30 against a float64 definition; weights of both signs cancel in the sum
+    assert abs(got_loss - wanted_loss) <= 1e-5 * max(1, abs(wanted_loss))
     whole = math.sqrt(sum(float(g.double().square().sum()) for g in wanted_gradients))
     for g, w in zip(got_gradients, wanted_gradients, strict=True):
         assert float((g.double() - w.double()).norm()) <= 1e-5 * max(float(w.double().norm()), 1e-3 * whole, 0.1)
