@@ -1,0 +1,1 @@
+"""Completions of prompts, sampled from the model in training."""
