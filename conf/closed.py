@@ -36,7 +36,7 @@ __all__ = [
 ALLOWED_TARGETS = ("transformers", "torch", "peft", "datum", "recipes")
 """Modules that a `_target_` may name without `allow_targets`."""
 
-_FUNCTION_NAMES = ("eval.score",)  # options that name a function, held to the same rule as a `_target_`
+_FUNCTION_NAMES = ("eval.score", "model.rows")  # options that name a function, held to the same rule as a `_target_`
 
 
 class ConfigError(ValueError):

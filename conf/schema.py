@@ -4,7 +4,8 @@ Hydra composes the yaml files of this folder on top of these classes, and `conf.
 instances of them, so that everything below `recipes.runtime` takes plain dataclasses. This module imports no torch:
 `--cfg job` and TAB completion run it.
 
-Cross-field rules of one group stand in its `__post_init__`; rules between groups in `SFTConfig.__post_init__`.
+Cross-field rules of one group stand in its `__post_init__`; rules between groups in that
+of the recipe's own class. Options of policy-gradient training: `conf.policy`.
 """
 
 from dataclasses import dataclass, field
@@ -239,6 +240,23 @@ class TinyModelConfig(ModelConfig):
 
 
 @dataclass
+class TinyWarmConfig(TinyModelConfig):
+    """The tiny model after a short supervised warm-up, which teaches the form of an answer and not the answer."""
+
+    _target_: str = "recipes.models.warm.build"
+    rows: str = "recipes.environments.largest_digit.warm_up_rows"  # function (seed) -> chat rows to learn from
+    warmup_steps: int = 300  # supervised steps
+    warmup_batch_size: int = 64  # rows a step
+    warmup_lr: float = 2e-3  # highest learning rate
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _at_least("model.warmup_steps", self.warmup_steps, 1)
+        _at_least("model.warmup_batch_size", self.warmup_batch_size, 1)
+        _above_zero("model.warmup_lr", self.warmup_lr)
+
+
+@dataclass
 class DataConfig:
     """Rows, what is trained of them, and how many positions a row may have."""
 
@@ -405,7 +423,7 @@ class TrainConfig:
     max_steps: int | None = None  # optimizer steps; null: `epochs` decides
     epochs: int = 1  # passes over the data, concatenated; only the run's last step may be smaller
     seed: int = 0  # of the data order, the initial weights, dropout and sampling
-    global_batch_size: int = 32  # Datums an optimizer step, over all ranks
+    global_batch_size: int | None = 32  # Datums a step, over all ranks; recipes.grpo: null is the whole rollout batch
     microbatch_size: int | None = None  # padded only: Datums a forward; null: a rank's whole share of the step
     grad_clip: float = 1.0  # largest gradient norm; 0: off
     precision: Precision = Precision.fp32  # of the computation (autocast); parameters keep model.dtype
@@ -423,7 +441,8 @@ class TrainConfig:
             )
         if not 0 <= self.seed <= _LARGEST_SEED:
             raise ConfigError(f"train.seed={self.seed}: accepted are whole numbers from 0 to {_LARGEST_SEED}")
-        _at_least("train.global_batch_size", self.global_batch_size, 1)
+        if self.global_batch_size is not None:
+            _at_least("train.global_batch_size", self.global_batch_size, 1)
         if self.microbatch_size is not None:
             _at_least("train.microbatch_size", self.microbatch_size, 1)
         _from_zero("train.grad_clip", self.grad_clip)
@@ -507,19 +526,17 @@ class ObjectiveConfig:
 
 
 @dataclass
-class SFTConfig:
-    """Supervised fine-tuning: `python -m recipes.sft`."""
+class CommonConfig:
+    """What every recipe has."""
 
     model: ModelConfig = MISSING  # model=tiny|hf|smollm2
-    data: DataConfig = MISSING  # data=demo|files|hub
     collate: CollateConfig = MISSING  # collate=padded|packed
     attention: AttentionConfig = MISSING  # attention=per_document|xdoc
     positions: PositionsConfig = MISSING  # positions=rope|mrope
-    loss: LossConfig = MISSING  # loss=cross_entropy
+    loss: LossConfig = MISSING  # loss=cross_entropy|importance_sampling|ppo|grpo|dapo|cispo|gspo|dro
     optim: OptimConfig = MISSING  # optim=adamw
     scheduler: SchedulerConfig = MISSING  # scheduler=constant|linear|cosine|wsd
-    train: TrainConfig = MISSING  # train=default
-    eval: EvalConfig = MISSING  # eval=default
+    train: TrainConfig = MISSING  # train=default|policy
     checkpoint: CheckpointConfig = MISSING  # checkpoint=default
     logger: LoggerConfig = MISSING  # logger=none|tensorboard|wandb
     launch: LaunchConfig = field(default_factory=LaunchConfig)  # processes
@@ -534,13 +551,27 @@ class SFTConfig:
                 f"train.microbatch_size={self.train.microbatch_size} with collate=packed: packed microbatches are "
                 "sized by collate.max_tokens"
             )
-        if packed and self.collate.max_tokens is not None and self.data.max_length > self.collate.max_tokens:
-            raise ConfigError(
-                f"data.max_length={self.data.max_length} is above collate.max_tokens={self.collate.max_tokens}: a "
-                "Datum is never cut between microbatches; raise the budget or lower the length"
-            )
         if self.attention.scope == Scope.xdoc and not packed:
             raise ConfigError("attention=xdoc with collate=padded: documents share a row only with collate=packed")
+
+
+@dataclass
+class SFTConfig(CommonConfig):
+    """Supervised fine-tuning: `python -m recipes.sft`."""
+
+    data: DataConfig = MISSING  # data=demo|files|hub
+    eval: EvalConfig = MISSING  # eval=default
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        budget = self.collate.max_tokens if self.collate.layout == Layout.packed else None
+        if budget is not None and self.data.max_length > budget:
+            raise ConfigError(
+                f"data.max_length={self.data.max_length} is above collate.max_tokens={budget}: a "
+                "Datum is never cut between microbatches; raise the budget or lower the length"
+            )
+        if self.train.global_batch_size is None:
+            raise ConfigError("train.global_batch_size=null: accepted are whole numbers from 1")
 
 
 # ------------------------------------------------------------------------------------------------------------- helpers

@@ -5,7 +5,7 @@ import os
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
-from conf import schema
+from conf import policy, schema
 
 
 def register() -> None:
@@ -19,7 +19,9 @@ def register() -> None:
     store = ConfigStore.instance()
     for group, name, node in [
         (None, "sft_schema", schema.SFTConfig),
+        (None, "grpo_schema", policy.GRPOConfig),
         ("model", "tiny_schema", schema.TinyModelConfig),
+        ("model", "tiny_warm_schema", schema.TinyWarmConfig),
         ("model", "hf_schema", schema.HFModelConfig),
         ("model", "smollm2_schema", schema.SmolLM2Config),
         ("data", "files_schema", schema.DataConfig),
@@ -28,12 +30,21 @@ def register() -> None:
         ("attention", "attention_schema", schema.AttentionConfig),
         ("positions", "positions_schema", schema.PositionsConfig),
         ("loss", "cross_entropy_schema", schema.CrossEntropyConfig),
+        ("loss", "importance_sampling_schema", policy.ImportanceSamplingConfig),
+        ("loss", "ppo_schema", policy.PPOConfig),
+        ("loss", "cispo_schema", policy.CISPOConfig),
+        ("loss", "gspo_schema", policy.GSPOConfig),
+        ("loss", "dro_schema", policy.DROConfig),
+        ("advantage", "advantage_schema", policy.AdvantageConfig),
+        ("rollout", "hf_schema", policy.HFRolloutConfig),
+        ("rollout", "vllm_schema", policy.VLLMRolloutConfig),
         ("optim", "adamw_schema", schema.OptimConfig),
         ("scheduler", "constant_schema", schema.SchedulerConfig),
         ("scheduler", "decaying_schema", schema.DecayingSchedulerConfig),
         ("scheduler", "wsd_schema", schema.WSDSchedulerConfig),
         ("train", "train_schema", schema.TrainConfig),
         ("eval", "eval_schema", schema.EvalConfig),
+        ("eval", "policy_schema", policy.PolicyEvalConfig),
         ("checkpoint", "checkpoint_schema", schema.CheckpointConfig),
         ("logger", "logger_schema", schema.LoggerConfig),
         ("logger", "wandb_schema", schema.WandbConfig),

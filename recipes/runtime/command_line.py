@@ -34,7 +34,14 @@ from recipes.runtime.translate import translated
 __all__ = ["CommandLine", "Composed"]
 
 # What tells the options of a group apart; a key of its own would contradict the option's name.
-_SET_BY_OPTION = {"collate": "layout", "attention": "scope", "positions": "axes", "scheduler": "name", "logger": "name"}
+_SET_BY_OPTION = {
+    "collate": "layout",
+    "attention": "scope",
+    "positions": "axes",
+    "scheduler": "name",
+    "logger": "name",
+    "advantage": "name",
+}
 
 
 @dataclass
