@@ -1,0 +1,1 @@
+"""Environments: what a policy is asked, and what its answers are worth (docs/environments.md)."""
