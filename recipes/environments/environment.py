@@ -1,7 +1,7 @@
 """What a policy is trained on: problems, the rewards that judge an answer, and what is said back in between.
 
 An environment is data and functions, nothing that learns. The loop (`recipes.grpo`) samples completions of a problem's
-messages, asks `reply` whether the conversation goes on, and gives the text the model wrote to the rewards
+messages, asks `reply` whether the conversation goes on, and gives the text of the last turn to the rewards
 (`recipes.environments.rewards`).
 
     Problem("7", ({"role": "user", "content": "Which is the largest of 3, 7, 5?"},), {"answer": "7"})
@@ -15,12 +15,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from conf.closed import ConfigError
-from datum.errors import DataError
 
-__all__ = ["Environment", "Problem", "RewardFunction", "WeightedReward", "chat", "parse_rewards", "require_problems"]
+__all__ = ["Environment", "Problem", "RewardFunction", "WeightedReward", "chat", "first", "parse_rewards"]
 
 RewardFunction = Callable[[Sequence[str], Sequence[Mapping[str, Any]]], Sequence[float | None]]
-"""`(completions, rows)` -> one reward a completion, in their order; None abstains."""
+"""`(completions, rows)` -> one reward a completion, in their order; None abstains.
+
+A completion is the text of a rollout's last turn, without the token that ends it; a row is the problem's.
+"""
 
 Demonstrate = Callable[["Problem", random.Random], list[dict[str, Any]]]
 """`(problem, rng)` -> the messages of one conversation that follows the problem's own."""
@@ -120,18 +122,12 @@ def parse_rewards(rewards: Mapping[str, Mapping[str, Any]]) -> dict[str, Weighte
     return parsed
 
 
-def require_problems(problems: Sequence[Problem], source: str) -> None:
-    """Refuse a set without problems, or with two of the same id.
+def first(problems: Sequence[Problem], count: int | None, key: str) -> list[Problem]:
+    """The first `count` problems; None: all.
 
     Raises:
-        DataError: Names the source and the id.
+        ConfigError: There are fewer; names the option `key`.
     """
-    if not problems:
-        raise DataError(f"{source}: no problems; an environment needs at least one to train on")
-    seen: set[str] = set()
-    for problem in problems:
-        if problem.id in seen:
-            raise DataError(
-                f"{source}: the problem {problem.id!r} is there twice; every problem needs an id of its own"
-            )
-        seen.add(problem.id)
+    if count is not None and count > len(problems):
+        raise ConfigError(f"{key}={count}: there are {len(problems)} problems; lower it, or leave it out to take all")
+    return list(problems[:count])

@@ -11,7 +11,7 @@ from typing import Any
 
 from conf.closed import ConfigError
 from conf.environments import LargestDigitConfig
-from recipes.environments.environment import Environment, Problem, WeightedReward, chat, parse_rewards
+from recipes.environments.environment import Environment, Problem, chat, parse_rewards
 
 __all__ = ["build", "correct", "warm_up_rows"]
 
@@ -41,9 +41,8 @@ def correct(completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> li
 
 def warm_up_rows(seed: int) -> list[dict[str, Any]]:
     """Chat rows of the default environment's training problems; the answer is a random one of the digits."""
-    train, heldout = _problems(LargestDigitConfig.digits, None, None, seed, None)
-    rewards = {"correct": WeightedReward(correct)}
-    return Environment("largest_digit", train, heldout, rewards, demonstrate=_demonstrate).warm_up_rows(seed)
+    config = LargestDigitConfig(rewards={"correct": {"function": f"{__name__}.correct"}})
+    return build(config, seed).warm_up_rows(seed)
 
 
 def _problems(

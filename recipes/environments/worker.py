@@ -2,7 +2,8 @@
 
 `recipes.environments.rewards` starts it. Functions run in its main thread, one at a time, so that those which set
 signal alarms work. What they print goes to the standard error stream; the socket is a file descriptor of its own, so
-printing disturbs nothing. It is in a session of its own: Ctrl-C does not reach it, and killing it kills what it has started.
+printing disturbs nothing. It is in a session of its own: Ctrl-C does not reach it, and killing it kills what it has
+started.
 """
 
 import contextlib
