@@ -17,6 +17,7 @@ import torch
 from peft import PeftModel
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
 
 from conf.schema import PositionAxes
 from recipes.models.probe import probe_context, probe_ids
@@ -105,7 +106,7 @@ def read_decoding(model: PreTrainedModel | PeftModel, axes: PositionAxes = Posit
                     continue
                 try:
                     prompts = [long[:-1], short[:-1]] if has_padding else [long[:-1]]
-                    prefix = _CachedPrefix(model, decoding)
+                    prefix = _CachedPrefix(model, decoding, room=1)
                     prefix.start(prompts)
                     rows = [1, 0, 1] if has_padding else [0, 0]
                     prefix.select(torch.tensor(rows, device=base.device))
@@ -154,7 +155,7 @@ def generate(
         lengths=limits.clone(),
         is_finished=torch.zeros(rows, dtype=torch.bool, device=device),
     )
-    prefix: _Prefix = (_CachedPrefix if decoding.has_cache else _WholePrefix)(model, decoding)
+    prefix: _Prefix = (_CachedPrefix if decoding.has_cache else _WholePrefix)(model, decoding, width)
     logits = prefix.start(prompts).index_select(0, prompt_of_row)
     prefix.select(prompt_of_row)
     alive = torch.arange(rows, device=device)  # rows still in the batch
@@ -165,7 +166,7 @@ def generate(
         result.logprobs[alive, step] = logprobs
         stopped = open_rows & stops[ids]
         result.is_finished[alive] |= stopped
-        result.lengths[alive[stopped]] = step + 1
+        result.lengths[alive] = torch.where(stopped, step + 1, result.lengths[alive])
         open_rows = open_rows & ~stopped & (limits > step + 1)
         num_open = int(open_rows.sum())
         if num_open == 0:
@@ -209,7 +210,7 @@ def draw(logits: Tensor, uniforms: Tensor, sampling: Sampling) -> tuple[Tensor, 
         total = cumulative[:, -1:]
         # u * total may round up to the total, beyond which there is no id.
         below = torch.minimum(uniforms[:, None].to(wide) * total, torch.nextafter(total, torch.zeros_like(total)))
-        chosen = torch.searchsorted(cumulative, below, right=True)
+        chosen = torch.searchsorted(cumulative, below, right=True).clamp_max(logits.shape[1] - 1)  # V where all is NaN
     return chosen.squeeze(1), log_p.gather(1, chosen).squeeze(1)
 
 
@@ -240,17 +241,59 @@ class _Prefix(Protocol):
         ...
 
 
+class _RoomyLayer(DynamicLayer):
+    """Keys and values in front of free room, so that a token does not copy all before it.
+
+    Args:
+        room: Tokens to make room for when rows are chosen.
+    """
+
+    def __init__(self, room: int):
+        super().__init__()
+        self.room = room
+        self.buffers: tuple[Tensor, ...] | None = None
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Choose rows, and move them to where there is room behind them."""
+        if self.keys is None or self.values is None:
+            return
+        rows, capacity = len(beam_idx), self.keys.shape[2] + self.room
+        old = (self.keys, self.values)
+        self.buffers = tuple(t.new_empty((rows, t.shape[1], capacity, t.shape[3])) for t in old)
+        self.keys, self.values = (
+            _fill(buffer, 0, tensor.index_select(0, beam_idx)) for buffer, tensor in zip(self.buffers, old)
+        )
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Append keys and values, [rows, heads, new, head_dim]; returns all."""
+        length = self.get_seq_length()
+        if self.buffers is None or length + key_states.shape[2] > self.buffers[0].shape[2]:
+            self.buffers = None
+            return super().update(key_states, value_states, *args, **kwargs)
+        self.room -= key_states.shape[2]
+        keys, values = (_fill(buffer, length, new) for buffer, new in zip(self.buffers, (key_states, value_states)))
+        self.keys, self.values = keys, values
+        return keys, values
+
+
+def _fill(buffer: Tensor, start: int, new: Tensor) -> Tensor:
+    end = start + new.shape[2]
+    buffer[:, :, start:end] = new
+    return buffer[:, :, :end]
+
+
 class _CachedPrefix:
     """Keys and values (or states) in a cache; left padding is hidden by an explicit mask."""
 
-    def __init__(self, model: PreTrainedModel | PeftModel, decoding: Decoding):
-        self.model, self.decoding = model, decoding
+    def __init__(self, model: PreTrainedModel | PeftModel, decoding: Decoding, room: int):
+        self.model, self.decoding, self.device = model, decoding, base_of(model).device
         self.cache = DynamicCache(config=base_of(model).config)
+        self.cache.layers = [_RoomyLayer(room) if type(layer) is DynamicLayer else layer for layer in self.cache.layers]
         self.mask: Tensor | None = None  # [rows, width] of 1 and 0; None without padding
         self.next: Tensor  # [rows], position of the next token
 
     def start(self, prompts: Sequence[Sequence[int]]) -> Tensor:
-        device = self.model.device
+        device = self.device
         lengths = [len(prompt) for prompt in prompts]
         width = max(lengths)
         ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=device)
@@ -281,12 +324,12 @@ class _CachedPrefix:
 class _WholePrefix:
     """Ids alone, of one length in all rows; the model reads all of them for every token."""
 
-    def __init__(self, model: PreTrainedModel | PeftModel, decoding: Decoding):
-        self.model, self.decoding = model, decoding
+    def __init__(self, model: PreTrainedModel | PeftModel, decoding: Decoding, room: int = 0):
+        self.model, self.decoding, self.device = model, decoding, base_of(model).device
         self.ids: Tensor  # [rows, width]
 
     def start(self, prompts: Sequence[Sequence[int]]) -> Tensor:
-        self.ids = torch.tensor([list(prompt) for prompt in prompts], device=self.model.device)
+        self.ids = torch.tensor([list(prompt) for prompt in prompts], device=self.device)
         return self._forward()
 
     def select(self, rows: Tensor) -> None:

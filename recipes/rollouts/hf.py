@@ -19,9 +19,10 @@ from torch import Tensor
 
 from conf.policy import RolloutConfig
 from recipes.models.build import LanguageModel
+from recipes.models.scoring import base_of
 from recipes.rollouts.generate import generate, read_decoding
 from recipes.rollouts.noise import batch_uniforms
-from recipes.rollouts.sampler import Completion, SampleRequest, Sampling
+from recipes.rollouts.sampler import Completion, RolloutError, SampleRequest, Sampling
 from recipes.training.answers import stop_ids
 
 __all__ = ["HFSampler", "build"]
@@ -62,6 +63,7 @@ class HFSampler:
         if own_copy:
             self._model.requires_grad_(False).eval()
         self._own_copy = own_copy
+        self._is_compiled = any(module._compiled_call_impl is not None for module in self._model.modules())
         self._seed, self._batch_size, self._autocast = seed, batch_size, autocast
         self._vocab_size, self._max_positions = language_model.vocab_size, language_model.max_positions
         self._lock = threading.Lock()
@@ -74,6 +76,7 @@ class HFSampler:
 
         Raises:
             ValueError: A prompt is empty, has an id that the model lacks, or leaves no room for its completion.
+            RolloutError: Logits are not finite.
         """
         for index, request in enumerate(requests):
             self._check(index, request)
@@ -119,15 +122,18 @@ class HFSampler:
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
-        """Evaluation mode and autocast; modules get back the mode that each was in."""
-        modes = [(module, module.training) for module in self._model.modules() if module.training]
+        """Evaluation mode and autocast, and layers as if never compiled, since every length would compile them anew.
+
+        Modules get back the mode that each was in.
+        """
+        was_training = [module for module in self._model.modules() if module.training]
         self._model.eval()
         try:
-            with self._autocast():
+            with self._autocast(), torch.compiler.set_stance("force_eager") if self._is_compiled else nullcontext():
                 yield
         finally:
-            for module, mode in modes:
-                module.training = mode
+            for module in was_training:
+                module.training = True
 
     def _batches(self, requests: Sequence[SampleRequest]) -> Iterator[list[int]]:
         """Indices of the requests of each batch, similar lengths together; equal ones where padding is not possible."""
@@ -140,7 +146,7 @@ class HFSampler:
                 yield group[start : start + self._batch_size]
 
     def _sample_batch(self, requests: Sequence[SampleRequest], sampling: Sampling) -> list[Completion]:
-        device = self._model.device
+        device = base_of(self._model).device
         places: dict[tuple[int, ...], int] = {}
         prompt_of_row = [places.setdefault(request.prompt_ids, len(places)) for request in requests]
         limits = [request.max_new_tokens for request in requests]
@@ -155,6 +161,12 @@ class HFSampler:
             self._stop_table(device),
             sampling,
         )
+        is_drawn = torch.arange(max(limits), device=device) < drawn.lengths[:, None]
+        if not bool((drawn.logprobs.isfinite() | ~is_drawn).all()):
+            raise RolloutError(
+                f"the model gives logits that are not finite (policy version {self.policy_version}): look at the loss "
+                "and the gradient norm of the steps before; a lower optim.lr may help"
+            )
         columns = (drawn.ids, drawn.logprobs, drawn.lengths, drawn.is_finished)
         return [
             Completion(tuple(ids[:length]), tuple(logprobs[:length]), is_finished, self.policy_version)
@@ -163,7 +175,7 @@ class HFSampler:
 
     def _stop_table(self, device: torch.device) -> Tensor:
         """[ids] bool, as long as the head is wide."""
-        head = self._model.get_output_embeddings()
+        head = base_of(self._model).get_output_embeddings()
         table = torch.zeros(max(self._vocab_size, head.weight.shape[0]), dtype=torch.bool)
         table[[i for i in self.stops if i < len(table)]] = True
         return table.to(device)
