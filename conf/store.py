@@ -5,7 +5,7 @@ import os
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
-from conf import policy, schema
+from conf import environments, policy, schema
 
 
 def register() -> None:
@@ -36,6 +36,7 @@ def register() -> None:
         ("loss", "gspo_schema", policy.GSPOConfig),
         ("loss", "dro_schema", policy.DROConfig),
         ("advantage", "advantage_schema", policy.AdvantageConfig),
+        ("environment", "largest_digit_schema", environments.LargestDigitConfig),
         ("rollout", "hf_schema", policy.HFRolloutConfig),
         ("rollout", "vllm_schema", policy.VLLMRolloutConfig),
         ("optim", "adamw_schema", schema.OptimConfig),

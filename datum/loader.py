@@ -154,6 +154,13 @@ class DatumLoader:
         computed, padding = self._positions(self.sample_ids(step))
         return 1 - padding / computed
 
+    def metrics(self, step: int) -> dict[str, float]:
+        """`data/epoch`, the passes over the data after a step (from 0), and `data/utilisation` of that step."""
+        return {
+            "data/epoch": (step + 1) * self.global_batch_size / self.epoch_size,
+            "data/utilisation": self.utilisation(step),
+        }
+
     def plan_epoch(self) -> tuple[int, int]:
         """(computed positions, padding positions) of epoch 0 taken by itself, over all ranks."""
         order = self._order(0)

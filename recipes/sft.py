@@ -58,7 +58,8 @@ def train(config: SFTConfig, run_dir: Path) -> float | None:
     learning_rate = learning_rates(config.scheduler, config.optim.lr, loader.num_steps)
 
     # Where it stands: at the beginning, at a checkpoint, or at its end.
-    metric = objective_metric(config.objective, evaluation.metrics() if evaluation is not None else ())
+    evaluated = evaluation.metrics() if evaluation is not None else []
+    metric = objective_metric(config.objective, evaluated, ["train/loss", *loader.metrics(0)])
     run = Run(run_dir, config, language_model, optimizer, loader, accelerator, metric=metric)
     if run.is_finished():
         return run.objective_value()
@@ -83,8 +84,8 @@ def train(config: SFTConfig, run_dir: Path) -> float | None:
             )
             note_first_step()
             if not result.is_finite and config.train.non_finite == NonFinite.stop:
-                raise StopRun(1, not_finite(step, result, loader.sample_ids(index)))
-            row = run.step_metrics(step, result, elapsed_s=time.perf_counter() - started)
+                raise StopRun(1, not_finite(step, result, loader.sample_ids(index).tolist()))
+            row = run.step_metrics(step, result, elapsed_s=time.perf_counter() - started) | loader.metrics(index)
             if evaluation is not None and evaluation.is_due(step, loader.num_steps):
                 row |= evaluation.run(step)
             run.record(row)

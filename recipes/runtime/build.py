@@ -40,7 +40,7 @@ def locate(target: str, allow_targets: Sequence[str] = (), *, key: str = "_targe
     return found
 
 
-def instantiate(config: Any, allow_targets: Sequence[str] = (), *, key: str = "") -> Any:
+def instantiate(config: Any, allow_targets: Sequence[str] = (), *, key: str = "", **further: Any) -> Any:
     """Call the `_target_` of an option group with the group's other options as keyword arguments.
 
     Enums are passed by their value (`Aggregation.token` as `"token"`), so that a target needs nothing of `conf`; nested
@@ -50,6 +50,7 @@ def instantiate(config: Any, allow_targets: Sequence[str] = (), *, key: str = ""
         config: Dataclass with a field `_target_`.
         allow_targets: Modules allowed beside `conf.closed.ALLOWED_TARGETS`.
         key: Name of the group, for messages, for example `loss`.
+        **further: Arguments that are no options of the group.
 
     Returns:
         What the target returns.
@@ -62,7 +63,7 @@ def instantiate(config: Any, allow_targets: Sequence[str] = (), *, key: str = ""
         field.name: _plain(getattr(config, field.name))
         for field in dataclasses.fields(config)
         if field.name != "_target_"
-    }
+    } | further
     signature = inspect.signature(target)
     try:
         signature.bind(**options)

@@ -116,10 +116,17 @@ def _failed(error: Exception, folder: RunFolder) -> int:
     """Report what `train` raised: exit code 2 for a typed error before the first step, else 1."""
     from datum.errors import DataError
     from recipes.models.errors import ModelError
+    from recipes.rollouts.sampler import RolloutError
 
-    kinds = {ConfigError: "config error", DataError: "data error", ModelError: "model error"}
+    kinds = {
+        ConfigError: "config error",
+        DataError: "data error",
+        ModelError: "model error",
+        RolloutError: "rollout error",
+    }
     kind = next((name for kind, name in kinds.items() if isinstance(error, kind)), None)
-    if kind is not None and not outcome.first_step_taken():
+    is_transient = isinstance(error, RolloutError)  # a server that does not answer is no mistake in what was given
+    if kind is not None and not is_transient and not outcome.first_step_taken():
         # Ranks fail alike here; the first one of each machine speaks, since files differ between machines.
         code = _refused(kind, error, speaks=int(os.environ.get("LOCAL_RANK", _rank())) == 0)
         folder.discard()

@@ -56,6 +56,7 @@ class RunState:
         ledger: Data ledger.
         config: The configuration as plain containers.
         frozen: Hash of the parameters that are not trained (`frozen_fingerprint`).
+        reference: Hash of a frozen reference's parameters; None without one.
         environment: Versions, thread count, device and rank count that results may depend on.
         tracker_id: Identity of the run in an outside tracker.
     """
@@ -68,6 +69,7 @@ class RunState:
     ledger: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
     frozen: str | None = None
+    reference: str | None = None
     environment: dict[str, Any] = field(default_factory=dict)
     tracker_id: str | None = None
 

@@ -118,7 +118,7 @@ def build_loader(config: SFTConfig, data: Data) -> DatumLoader:
     loader = DatumLoader(
         data.train,
         seed=config.train.seed,
-        global_batch_size=config.train.global_batch_size,
+        global_batch_size=config.train.global_batch_size or 0,
         epochs=config.train.epochs,
         max_steps=config.train.max_steps,
         packed=config.collate.layout == Layout.packed,

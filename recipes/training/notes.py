@@ -1,16 +1,15 @@
 """What a run says of itself: what it trains, what it does not promise, one batch token by token, how it ended."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate import Accelerator
 from transformers import PreTrainedTokenizerBase
 
-from conf.schema import Precision, Scope, SFTConfig
+from conf.schema import CommonConfig, Precision, Scope, SFTConfig
 from datum.loader import DatumLoader
 from recipes.losses.aggregate import select_tokens
 from recipes.models.build import LanguageModel
@@ -50,7 +49,7 @@ def announce(
     log.info("data:\n%s", data.ledger.render())
     if data.heldout is not None:
         log.info("held out: %d Datums, %d with an answer to generate", len(data.heldout), len(data.questions))
-    samples = min(config.train.global_batch_size, len(data.train))
+    samples = min(loader.global_batch_size, len(data.train))
     log.info(
         "plan: %d steps of %d Datums, %.2f epochs", loader.num_steps, samples, loader.total_samples / loader.epoch_size
     )
@@ -61,7 +60,7 @@ def announce(
         write_json(run_dir / "data_ledger.json", data.ledger.as_dict() | {"heldout": heldout})
 
 
-def outside_the_promise(config: SFTConfig, *, is_moe: bool) -> list[str]:
+def outside_the_promise(config: CommonConfig, *, is_moe: bool) -> list[str]:
     """Reasons why this run's loss and gradient may depend on layout, split or ranks beyond rounding."""
     reasons = {
         "attention=xdoc: documents of a row see each other, so the row is the sample": config.attention.scope
@@ -90,12 +89,12 @@ def show_microbatch(batch: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase
         log.info("  %5d  %r -> %s", position, tokenizer.decode([token]), aim)
 
 
-def not_finite(step: int, result: StepResult, sample_ids: np.ndarray) -> str:
+def not_finite(step: int, result: StepResult, sample_ids: Sequence[int], what: str = "Datums") -> str:
     """Message for a step whose loss or gradient is not finite."""
     ids = ", ".join(map(str, sample_ids[:16])) + (", …" if len(sample_ids) > 16 else "")
     return (
         f"step {step}: loss {result.loss}, gradient norm {result.grad_norm}: not finite, so the update was not made "
-        f"(Datums [{ids}])\nthe last checkpoint is kept; train.non_finite=skip passes over such steps, "
+        f"({what} [{ids}])\nthe last checkpoint is kept; train.non_finite=skip passes over such steps, "
         "debug=trace names the operation"
     )
 

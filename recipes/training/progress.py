@@ -11,6 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 log = logging.getLogger(__name__)
 
 _LINE_EVERY_S = 5.0
+_BAR = 30  # characters of a value of 1
 
 
 class TrainingProgress:
@@ -19,11 +20,15 @@ class TrainingProgress:
     Args:
         total: Steps of the run.
         done: Steps taken before a resume.
+        watch: Metric shown beside the loss, with a bar of its length where lines are printed: a curve that grows
+            downwards. For numbers from 0 to 1.
         shown: False on ranks that stay silent.
     """
 
-    def __init__(self, total: int, done: int = 0, *, shown: bool = True):
+    def __init__(self, total: int, done: int = 0, *, watch: str | None = None, shown: bool = True):
         self.total = total
+        self.watch = watch
+        self.watched: float | None = None  # the newest value; not every step has one
         self.shown = shown
         self.started = time.monotonic()
         self.first = done
@@ -34,10 +39,10 @@ class TrainingProgress:
                 TextColumn("[bold]train"),
                 BarColumn(),
                 MofNCompleteColumn(),
-                TextColumn("loss {task.fields[loss]}  {task.fields[rate]} tokens/s"),
+                TextColumn("{task.fields[watched]}loss {task.fields[loss]}  {task.fields[rate]} tokens/s"),
                 TimeRemainingColumn(),
             )
-            self.task = self.bar.add_task("train", total=total, completed=done, loss="-", rate="-")
+            self.task = self.bar.add_task("train", total=total, completed=done, loss="-", rate="-", watched="")
 
     def __enter__(self) -> "TrainingProgress":
         if self.bar is not None:
@@ -56,14 +61,22 @@ class TrainingProgress:
             return
         step = row["step"]
         loss, rate = _number(row.get("train/loss")), f"{row.get('perf/tokens_per_s') or 0:,.0f}"
+        if self.watch is not None and row.get(self.watch) is not None:
+            self.watched = row[self.watch]
+        watched = "" if self.watch is None else f"{self.watch.partition('/')[0]} {_number(self.watched)}  "
         if self.bar is not None:
-            self.bar.update(self.task, completed=step, loss=loss, rate=rate)
+            self.bar.update(self.task, completed=step, loss=loss, rate=rate, watched=watched)
             return
         now = time.monotonic()
         if step in (self.first + 1, self.total) or now - self.last_line >= _LINE_EVERY_S:
             self.last_line = now
             left = (now - self.started) / (step - self.first) * (self.total - step)
             lr = row.get("train/lr")
+            if self.watch is not None:
+                length = round(_BAR * min(max(self.watched or 0.0, 0.0), 1.0))
+                curve = "█" * length + "·" * (_BAR - length)
+                log.info("step %4d/%d  %s%s  loss %s  %.0f s left", step, self.total, watched, curve, loss, left)
+                return
             log.info("step %d/%d  loss %s  lr %.3g  %s tokens/s  %.0f s left", step, self.total, loss, lr, rate, left)
 
     @staticmethod

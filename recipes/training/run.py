@@ -10,15 +10,14 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from accelerate import Accelerator
 from safetensors import SafetensorError
 
 from conf.closed import ConfigError, nearest
-from conf.schema import CheckpointConfig, Direction, ObjectiveConfig, SFTConfig, Which
-from datum.loader import DatumLoader
+from conf.schema import CheckpointConfig, CommonConfig, Direction, ObjectiveConfig, Which
 from recipes.models.build import LanguageModel
 from recipes.models.errors import ModelError
 from recipes.models.export import export_model
@@ -49,24 +48,43 @@ log = logging.getLogger(__name__)
 
 STEP_METRICS = (
     *("train/loss", "train/grad_norm", "train/lr", "train/tokens", "train/weight_total", "train/skipped"),
-    *("data/epoch", "data/utilisation", "time/step_s", "perf/tokens_per_s", "mem/peak_gib"),
+    *("time/step_s", "perf/tokens_per_s", "mem/peak_gib"),
 )
 """What `Run.step_metrics` gives for every step."""
 
 
-def objective_metric(objective: ObjectiveConfig, evaluated: Sequence[str]) -> str:
-    """Name of the number by which runs are compared: `objective.metric`, else eval/loss, else train/loss.
+class Cursor(Protocol):
+    """The place of a run in what it trains on, as `datum.loader.DatumLoader` has it.
+
+    Attributes:
+        num_steps: Steps of the whole run.
+    """
+
+    num_steps: int
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place after the steps taken: what JSON can hold, the same on every rank."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from such a place, or refuse it with a DataError."""
+        ...
+
+
+def objective_metric(objective: ObjectiveConfig, evaluated: Sequence[str], measured: Sequence[str]) -> str:
+    """Name of the number by which runs are compared: `objective.metric`, else the evaluation's, else the steps' own.
 
     Args:
         objective: Options.
-        evaluated: Metrics of this run's evaluation, its loss first; empty without one.
+        evaluated: Metrics of this run's evaluation, its default objective first; empty without one.
+        measured: Further metrics of this recipe's steps, beside STEP_METRICS; its default objective first.
 
     Raises:
         ConfigError: This run never measures the metric.
     """
-    known = [*STEP_METRICS, *evaluated]
+    known = [*STEP_METRICS, *measured, *evaluated]
     if objective.metric is None:
-        return evaluated[0] if evaluated else "train/loss"
+        return evaluated[0] if evaluated else measured[0]
     if objective.metric not in known:
         near = nearest(objective.metric, known)
         hint = f"did you mean {near}?" if near else f"it measures {', '.join(known)}"
@@ -82,21 +100,23 @@ class Run:
         config: The recipe's typed configuration.
         language_model: What is trained.
         optimizer: Its AdamW.
-        loader: The data cursor.
+        cursor: Place in the data or in the prompts.
         accelerator: Tells the main process and the device.
         metric: The objective (`objective_metric`).
+        reference: Hash of the weights of a frozen reference, which a resumed run has to find again.
     """
 
     def __init__(
         self,
         run_dir: Path,
-        config: SFTConfig,
+        config: CommonConfig,
         language_model: LanguageModel,
         optimizer: torch.optim.Optimizer,
-        loader: DatumLoader,
+        cursor: Cursor,
         accelerator: Accelerator,
         *,
         metric: str,
+        reference: str | None = None,
     ):
         self.run_dir = run_dir
         self.config = config
@@ -105,14 +125,16 @@ class Run:
         self.metric = metric
         self.language_model = language_model
         self.optimizer = optimizer
-        self.loader = loader
+        self.cursor = cursor
         self.accelerator = accelerator
         self.is_main = accelerator.is_main_process
         self.state = RunState(
             config=plain(config),
             frozen=frozen_fingerprint(language_model.scoring),
+            reference=reference,
             environment=describe_environment(accelerator.device),
         )
+        self.resumed_from: Path | None = None  # run folder of the checkpoint that was loaded
         self._saved_environment: dict[str, Any] = {}
         self._candidate: float | None = None  # this step's objective, where it beats the best checkpoint's
 
@@ -123,7 +145,7 @@ class Run:
         rows = read_metrics(self.run_dir / "metrics.jsonl")
         has_result = (self.run_dir / "objective.json").exists() and (self.run_dir / "final").is_dir()
         is_done = (
-            self.checkpoint.resume == "auto" and has_result and bool(rows) and rows[-1]["step"] >= self.loader.num_steps
+            self.checkpoint.resume == "auto" and has_result and bool(rows) and rows[-1]["step"] >= self.cursor.num_steps
         )
         wait_for_ranks()  # nobody cuts the files back before all have looked
         if is_done:
@@ -141,9 +163,10 @@ class Run:
         """
         source = self._load_first_readable(find_resume(self.checkpoint.resume, self.run_dir))
         if source is not None:
+            self.resumed_from = run_folder_of(source)
             if changes := environment_changes(self._saved_environment, self.state.environment):
                 log.warning("resumed in another environment, so not bit for bit: %s", ", ".join(changes))
-            left = self.loader.num_steps - self.state.step
+            left = self.cursor.num_steps - self.state.step
             log.info("resumed from %s, after step %d: %d steps left", source, self.state.step, left)
         self.state.tracker_id = self.state.tracker_id or new_tracker_id()
         if self.is_main:
@@ -162,7 +185,12 @@ class Run:
                         f"{path} was trained on other frozen weights than model.name={self.config.model.name} has now: "
                         "a resume needs the same base model"
                     )
-                self.loader.load_state_dict(saved.loader)
+                if saved.reference != self.state.reference:
+                    raise ConfigError(
+                        f"{path} was trained against another reference than model.name={self.config.model.name} gives "
+                        "now: a resume needs the same first weights"
+                    )
+                self.cursor.load_state_dict(saved.loader)
                 load_checkpoint(path, self.language_model.scoring, self.optimizer)
             except DamagedCheckpoint as error:
                 if path == candidates[-1]:
@@ -208,8 +236,6 @@ class Run:
             "train/tokens": result.tokens,
             "train/weight_total": result.weight_total,
             "train/skipped": self.state.skipped,
-            "data/epoch": step * self.loader.global_batch_size / self.loader.epoch_size,
-            "data/utilisation": self.loader.utilisation(step - 1),
             "time/step_s": elapsed_s,
             "perf/tokens_per_s": result.tokens / elapsed_s,
             "mem/peak_gib": peak_gib(self.accelerator.device),
@@ -233,11 +259,11 @@ class Run:
         """
         every, step = self.checkpoint.every_steps, self.state.step
         is_best = self._candidate is not None and self.metric.startswith("eval/")
-        if not (interrupted or (every and (step % every == 0 or step == self.loader.num_steps or is_best))):
+        if not (interrupted or (every and (step % every == 0 or step == self.cursor.num_steps or is_best))):
             return
         if self._candidate is not None:
             self.state.best_step, self.state.best_value = step, self._candidate
-        self.state.loader = self.loader.state_dict()
+        self.state.loader = self.cursor.state_dict()
         save_checkpoint(self.run_dir, self.language_model.scoring, self.optimizer, self.state)
         if self.is_main:
             prune_checkpoints(self.run_dir, self.checkpoint.keep, self.state.best_step)

@@ -5,7 +5,7 @@ forward. So neither loss nor gradient depends on how the step's sequences are la
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -15,17 +15,20 @@ from torch import Tensor, nn
 
 from recipes.losses.aggregate import (
     StepCounts,
+    Tokens,
     count_batch,
     denominator,
     select_tokens,
     token_coefficients,
     weighted_sum,
 )
+from recipes.losses.logprobs import TokenScores
 from recipes.losses.loss import Loss
 from recipes.models.gradients import assert_gradients_reach
 from recipes.training.ranks import rank_and_world, sum_over_ranks
 
 Batch = Mapping[str, Tensor]
+Observe = Callable[[TokenScores, Tokens], None]
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,7 @@ def train_step(
     grad_clip: float = 0.0,
     accelerator: Accelerator | None = None,
     check_gradients: bool = False,
+    observe: Observe | None = None,
 ) -> StepResult:
     """Take one optimizer step over this rank's microbatches.
 
@@ -76,6 +80,7 @@ def train_step(
         grad_clip: Largest gradient norm; 0 turns clipping off.
         accelerator: Needed with several ranks; None: one process.
         check_gradients: Refuse a model of which a trainable tensor got no gradient; for the first step.
+        observe: Called with the scores (detached) and tokens of every microbatch, for statistics beside the loss.
 
     Returns:
         The step's numbers. Where loss or gradient is not finite, or the step has no weight, parameters and optimizer
@@ -101,7 +106,7 @@ def train_step(
     for index, batch in enumerate(microbatches):
         is_last = index == len(microbatches) - 1
         with nullcontext() if is_last or accelerator is None else accelerator.no_sync(model):
-            loss_sum = microbatch_loss(model, batch, loss)
+            loss_sum = microbatch_loss(model, batch, loss, observe)
             (loss_sum * (world_size / divisor)).backward()  # ranks average their gradients: times world_size is the sum
         step_sum += loss_sum.detach().to("cpu", torch.float64)
     step_loss = float(sum_over_ranks(step_sum.to(device))) / divisor
@@ -125,7 +130,7 @@ def count_step(microbatches: Sequence[Batch], device: torch.device) -> StepCount
     return StepCounts.from_tensor(sum_over_ranks(counts.as_tensor(device)))
 
 
-def microbatch_loss(model: nn.Module, batch: Batch, loss: Loss) -> Tensor:
+def microbatch_loss(model: nn.Module, batch: Batch, loss: Loss, observe: Observe | None = None) -> Tensor:
     """Sum of coefficient times loss term over the weighted positions of one microbatch, float64, not yet divided."""
     device = next(model.parameters()).device
     batch = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in batch.items()}
@@ -135,6 +140,11 @@ def microbatch_loss(model: nn.Module, batch: Batch, loss: Loss) -> Tensor:
         scores = model(
             batch, targets, selected, coefficients=coefficients * loss.linear_scale, temperature=loss.temperature
         )
+        if observe is not None:
+            observe(scores, tokens)
         return scores.weighted_sum
     scores = model(batch, targets, selected, temperature=loss.temperature, entropy=loss.needs_entropy)
+    if observe is not None:
+        entropy = None if scores.entropy is None else scores.entropy.detach()
+        observe(TokenScores(scores.logprobs.detach(), scores.is_argmax, entropy), tokens)
     return weighted_sum(coefficients, loss(scores.logprobs, tokens))

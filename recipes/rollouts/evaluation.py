@@ -1,0 +1,169 @@
+"""Evaluation of a policy on held-out problems: greedy, sampled, and pass@k."""
+
+import logging
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from conf.policy import PolicyEvalConfig, RolloutConfig, Unfinished
+from recipes.environments.environment import Environment, Problem
+from recipes.environments.rewards import RewardRunner
+from recipes.rollouts.chat import ChatEncoder
+from recipes.rollouts.collect import reward_rollouts
+from recipes.rollouts.roll_out import Attempt, roll_out
+from recipes.rollouts.rollout import Rollout
+from recipes.rollouts.sampler import Sampler, Sampling
+from recipes.training.ranks import rank_and_world, sum_over_ranks
+
+__all__ = ["PolicyEvaluation", "pass_at_k"]
+
+log = logging.getLogger(__name__)
+
+
+class PolicyEvaluation:
+    """Held-out problems, ready to be answered at any step; each rank answers its share.
+
+    The verdict is the environment's first reward; a completion counts as right where it is at least 1.
+
+    Args:
+        environment: Problems and replies.
+        rewards: Scores completions.
+        sampler: Answers with the weights in training.
+        encoder: Of conversations.
+        config: How often, how many problems, how many samples of each.
+        rollout: Temperature and lengths of training.
+        unfinished: Reward of a completion that was cut off.
+        context: Longest sequence of the model.
+        device: Where ranks sum.
+    """
+
+    def __init__(
+        self,
+        environment: Environment,
+        rewards: RewardRunner,
+        sampler: Sampler,
+        encoder: ChatEncoder,
+        config: PolicyEvalConfig,
+        rollout: RolloutConfig,
+        *,
+        unfinished: Unfinished,
+        context: int | None,
+        device: torch.device | str = "cpu",
+    ):
+        self.environment = environment
+        self.rewards = rewards
+        self.sampler = sampler
+        self.encoder = encoder
+        self.config = config
+        self.rollout = rollout
+        self.unfinished = unfinished
+        self.context = context
+        self.device = device
+        rank, world_size = rank_and_world()
+        problems = list(environment.heldout)[: config.max_problems]
+        self.problems: list[tuple[int, Problem]] = list(enumerate(problems))[rank::world_size]
+        self.verdict = next(iter(environment.rewards))
+
+    def is_due(self, step: int, num_steps: int) -> bool:
+        """Whether to evaluate after `step` of `num_steps`; the last step always is."""
+        return step % self.config.every_steps == 0 or step == num_steps
+
+    def metrics(self) -> list[str]:
+        """Names of what `run` measures."""
+        sampled = ["eval/sampled_accuracy", f"eval/pass_at_{self.config.samples}"] if self.config.samples else []
+        return ["eval/accuracy", "eval/reward", "eval/truncated_frac", *sampled]
+
+    def run(self, step: int) -> dict[str, float]:
+        """Answer all problems and log the result; every rank must call it, and all get the same numbers.
+
+        A completion that abstains counts neither as right nor as wrong.
+        """
+        greedy = self._answer(step, Sampling(0.0), samples=1)
+        sums = _Sums()
+        for rollout in greedy:
+            verdict = self._verdict(rollout)
+            sums.add("eval/accuracy", verdict)
+            sums.add("eval/reward", rollout.reward)
+            sums.add("eval/truncated_frac", float(not rollout.is_finished))
+        k = self.config.samples
+        if k:
+            sampled = self._answer(step, Sampling(self.rollout.temperature), samples=k)
+            for start in range(0, len(sampled), k):
+                verdicts = [v for v in map(self._verdict, sampled[start : start + k]) if v is not None]
+                for verdict in verdicts:
+                    sums.add("eval/sampled_accuracy", verdict)
+                if verdicts:
+                    right = sum(verdict >= 1 for verdict in verdicts)
+                    sums.add(f"eval/pass_at_{k}", pass_at_k(len(verdicts), right, min(k, len(verdicts))))
+        row = sums.means(self.metrics(), self.device)
+        log.info(
+            "eval after step %d: %s", step, ", ".join(f"{key.removeprefix('eval/')} {v:.4f}" for key, v in row.items())
+        )
+        for rollout in greedy[: self.config.show_samples]:
+            self._show(rollout)
+        return row
+
+    def _answer(self, step: int, sampling: Sampling, *, samples: int) -> list[Rollout]:
+        attempts = [
+            Attempt(problem, self.encoder.prompt_ids(problem.messages, f"problem {problem.id}"), number, sample)
+            for number, problem in self.problems
+            for sample in range(samples)
+        ]
+        rollouts = roll_out(
+            attempts,
+            self.environment,
+            self.sampler,
+            self.encoder,
+            sampling,
+            step=step,
+            max_new_tokens=self.rollout.max_new_tokens,
+            context=self.context,
+            stream="eval",
+        )
+        reward_rollouts(rollouts, self.rewards, self.unfinished)
+        return rollouts
+
+    def _verdict(self, rollout: Rollout) -> float | None:
+        return rollout.rewards.get(self.verdict)
+
+    def _show(self, rollout: Rollout) -> None:
+        question = " ".join(
+            str(self.encoder.tokenizer.decode(list(rollout.prompt_ids), skip_special_tokens=True)).split()
+        )
+        answer = " / ".join(rollout.completions)
+        verdict = self._verdict(rollout)
+        is_right = verdict is not None and verdict >= 1
+        note = "right" if is_right else f"expected {rollout.row['answer']}" if "answer" in rollout.row else "wrong"
+        cut_off = "" if rollout.is_finished else " (not ended)"
+        log.info("  %s => %s%s   [%s]", question[-100:], " ".join(answer.split())[-100:], cut_off, note)
+
+
+def pass_at_k(n: int, right: int, k: int) -> float:
+    """Probability that one of k of n samples is right, if k are drawn without putting back.
+
+    Source: M. Chen et al., Evaluating Large Language Models Trained on Code, arXiv:2107.03374, equation 1.
+
+    >>> pass_at_k(4, 1, 4), pass_at_k(4, 1, 2), pass_at_k(4, 0, 4)
+    (1.0, 0.5, 0.0)
+    """
+    return 1.0 - math.comb(n - right, k) / math.comb(n, k)
+
+
+class _Sums:
+    """Sums and counts by name, to be added over ranks."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, list[float]] = {}
+
+    def add(self, name: str, value: float | None) -> None:
+        if value is not None:
+            entry = self.sums.setdefault(name, [0.0, 0.0])
+            entry[0] += value
+            entry[1] += 1
+
+    def means(self, names: Sequence[str], device: Any) -> dict[str, float]:
+        values = torch.tensor([self.sums.get(name, [0.0, 0.0]) for name in names], dtype=torch.float64, device=device)
+        totals = sum_over_ranks(values).tolist()
+        return {name: total / count for name, (total, count) in zip(names, totals, strict=True) if count}

@@ -1,0 +1,164 @@
+"""From a rollout batch to optimizer steps: advantages, log-probabilities before the first update, microbatches."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from conf.policy import GRPOConfig, KLPlace, PolicyLossConfig
+from conf.schema import Layout
+from datum import collate_datums
+from datum.order import shuffled
+from datum.packing import make_filler, plan_microbatches
+from recipes.losses.advantages import group_advantages, kl_in_reward
+from recipes.losses.aggregate import select_tokens
+from recipes.models.scoring import ScoringModel
+from recipes.rollouts.collect import RolloutBatch
+from recipes.rollouts.rollout import Rollout, to_datum
+from recipes.training.ranks import rank_and_world
+from recipes.training.reference import Reference
+
+__all__ = ["Updates", "set_advantages"]
+
+_SHUFFLE = 7  # stream of the orders of a batch's samples
+
+
+def set_advantages(batch: RolloutBatch, config: GRPOConfig) -> list[Rollout]:
+    """Set the advantage of every rollout; groups with too few rewards for their baseline are taken out.
+
+    With loss.kl.place=reward a rollout's reward for this purpose is less by coef * sum(o - ref).
+
+    Returns:
+        The rollouts of the groups taken out.
+    """
+    loss = config.loss
+    kl = loss.kl if isinstance(loss, PolicyLossConfig) and loss.kl.place == KLPlace.reward else None
+
+    def reward(rollout: Rollout) -> float | None:
+        if rollout.reward is None or kl is None or kl.coef == 0 or rollout.ref_logprobs is None:
+            return rollout.reward
+        old = rollout.logprobs if rollout.old_logprobs is None else rollout.old_logprobs
+        return rollout.reward - kl.coef * kl_in_reward(old, rollout.ref_logprobs, rollout.sampled)
+
+    rewards = [[reward(rollout) for rollout in group] for group in batch.groups]
+    advantages = group_advantages(
+        rewards, config.advantage.name, eps=config.advantage.eps, std=config.advantage.std.value
+    )
+    kept, left_out = [], []
+    for group, values in zip(batch.groups, advantages, strict=True):
+        if values is None:
+            left_out += group
+            continue
+        for rollout, value in zip(group, values, strict=True):
+            rollout.advantage = value
+        kept.append(group)
+    batch.groups = kept
+    return left_out
+
+
+class Updates:
+    """The optimizer steps of a rollout batch.
+
+    The samples are cut into `train.global_batch_size` parts; where groups were dropped, into as many parts of nearly
+    equal size. One update a batch keeps the samples' order; more take them in orders that are functions of the seed,
+    the batch and the pass.
+
+    Args:
+        batch: Groups to train on.
+        config: Options.
+    """
+
+    def __init__(self, batch: RolloutBatch, config: GRPOConfig):
+        count = config.updates_per_batch
+        self.rollouts = batch.rollouts
+        self.config = config
+        self.is_packed = config.collate.layout == Layout.packed
+        size = len(self.rollouts)
+        parts = count // config.rollout.epochs
+        self.members: list[list[int]] = []
+        for epoch in range(config.rollout.epochs):
+            order = np.arange(size)
+            if count > 1 and size:
+                order = shuffled(
+                    size, config.train.seed, epoch=batch.index * config.rollout.epochs + epoch, stream=_SHUFFLE
+                )
+            self.members += [part.tolist() for part in np.array_split(order, parts)]
+        self.parts = parts
+
+    def places(self, update: int) -> list[int]:
+        """Places in the stream of prompts that an update trains on, each once."""
+        return sorted({rollout.prompt for rollout in self.rollouts_of(update)})
+
+    def rollouts_of(self, update: int) -> list[Rollout]:
+        """Rollouts of an update, over all ranks."""
+        return [self.rollouts[i] for i in self.members[update]]
+
+    def microbatches(self, update: int) -> list[dict[str, Any]]:
+        """This rank's collated microbatches of an update, fillers included."""
+        rollouts = self.rollouts_of(update)
+        return [self._collate([rollouts[i] for i in members]) for members in self._plan(rollouts)]
+
+    @torch.no_grad()
+    def score(self, name: str, scorer: ScoringModel | Reference, exchange: Any = None) -> None:
+        """Set log-probabilities of all rollouts, in the layout of the first pass's updates; every rank must call it.
+
+        Args:
+            name: `old_logprobs` or `ref_logprobs`.
+            scorer: Called with (batch, targets, selected, temperature); dropout is off meanwhile.
+            exchange: Process group for what ranks tell each other.
+        """
+        scoring = scorer if isinstance(scorer, ScoringModel) else scorer.scoring
+        device, was_training = next(scoring.parameters()).device, scoring.training
+        scoring.eval()
+        mine: list[tuple[int, list[float]]] = []
+        for update in range(self.parts):
+            rollouts = self.rollouts_of(update)
+            for members in self._plan(rollouts):
+                batch = self._collate([rollouts[i] for i in members])
+                batch = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in batch.items()}
+                tokens, selected, targets = select_tokens(batch)
+                scores = scorer(batch, targets, selected, temperature=self.config.rollout.temperature)
+                for number, member in enumerate(members):
+                    mine.append((self.members[update][member], scores.logprobs[tokens.sequence == number].tolist()))
+        scoring.train(was_training)
+        for index, values in _gather(mine, exchange):
+            rollout = self.rollouts[index]
+            trained = iter(values)
+            full = [next(trained) if sampled and not rollout.is_masked else 0.0 for sampled in rollout.sampled]
+            setattr(rollout, name, full)
+
+    def _plan(self, rollouts: Sequence[Rollout]) -> list[list[int]]:
+        rank, world_size = rank_and_world()
+        if not rollouts:
+            return [[]]
+        lengths = [len(rollout.prompt_ids) + len(rollout.ids) - 1 for rollout in rollouts]
+        plan = plan_microbatches(
+            lengths,
+            world_size=world_size,
+            microbatch_size=self.config.train.microbatch_size,
+            max_tokens=(self.config.collate.max_tokens or max(4096, *lengths)) if self.is_packed else None,
+            packing=self.config.collate.packing.value,
+        )
+        return plan[rank]
+
+    def _collate(self, rollouts: Sequence[Rollout]) -> dict[str, Any]:
+        if not rollouts:
+            example = to_datum(self.rollouts[0] if self.rollouts else Rollout("", 0, 0, (0, 0)))
+            return make_filler(example.loss_fn_inputs, packed=self.is_packed)
+        return collate_datums(
+            [to_datum(rollout) for rollout in rollouts],
+            packed=self.is_packed,
+            pad_seq_len_divisible=self.config.collate.pad_seq_len_divisible,
+        )
+
+
+def _gather(mine: list[Any], exchange: Any) -> list[Any]:
+    _, world_size = rank_and_world()
+    if world_size == 1:
+        return mine
+    parts: list[Any] = [None] * world_size
+    dist.all_gather_object(parts, mine, group=exchange)
+    return [item for part in parts for item in part]
