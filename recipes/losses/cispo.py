@@ -29,6 +29,11 @@ class CISPO(PolicyLoss):
         self.log_low, self.log_high = clip_log_bounds(clip_low, clip_high)
         self.clip_low, self.clip_high = clip_low, clip_high
 
+    @property
+    def formula(self) -> str:
+        """The term in plain text."""
+        return f"-sg(clip(r, {1 - self.clip_low:g}, {1 + self.clip_high:g})) A p"
+
     def term(self, p: Tensor, o: Tensor, advantages: Tensor, tokens: Tokens) -> Tensor:
         """Return -weight A p, [N]."""
         weight = self.log_ratio(p, o, tokens).detach().clamp(self.log_low, self.log_high).exp()

@@ -24,6 +24,13 @@ class DRO(PolicyLoss):
         super().__init__(**shared)
         self.beta = check_number("loss.beta", beta, low=0)
 
+    ratio_formula = ""
+
+    @property
+    def formula(self) -> str:
+        """The term in plain text."""
+        return f"-(A p - {self.beta / 2:g} (p - o)^2)"
+
     def term(self, p: Tensor, o: Tensor, advantages: Tensor, tokens: Tokens) -> Tensor:
         """Return the term, [N]."""
         return self.beta / 2 * self.log_ratio(p, o, tokens).square() - advantages * p

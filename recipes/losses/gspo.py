@@ -41,6 +41,12 @@ class GSPO(PPO):
         super().__init__(clip_low, clip_high, None, **shared)
         self.variant = check_option("loss.variant", variant, _VARIANTS)
 
+    @property
+    def ratio_formula(self) -> str:  # type: ignore[override]
+        """What r stands for in `formula`."""
+        s = "exp(mean of p - o over the sequence)"
+        return s if self.variant == "sequence" else f"sg({s}) exp(p - sg(p))"
+
     def log_ratio(self, p: Tensor, o: Tensor, tokens: Tokens) -> Tensor:
         """Return log s, [N], the same at all tokens of a sequence."""
         lengths = tokens.sum_by_sequence(torch.ones_like(p)).clamp(min=1)  # a sequence without a trained token: 0 / 1

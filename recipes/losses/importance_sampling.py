@@ -19,6 +19,11 @@ class ImportanceSampling(PolicyLoss):
     def __init__(self, **shared: Unpack[SharedOptions]) -> None:
         super().__init__(**shared)
 
+    @property
+    def formula(self) -> str:
+        """The term in plain text."""
+        return "-r A"
+
     def term(self, p: Tensor, o: Tensor, advantages: Tensor, tokens: Tokens) -> Tensor:
         """Return -r A, [N]."""
         return -self.log_ratio(p, o, tokens).exp() * advantages

@@ -70,6 +70,7 @@ class PolicyLoss:
     linear = False
     linear_scale = 0.0
     needs_entropy = True
+    ratio_formula = "exp(p - o)"  # what r stands for in `formula`; empty: it does not occur
 
     def __init__(self, **options: Unpack[SharedOptions]) -> None:
         unknown = options.keys() - SharedOptions.__annotations__.keys()
@@ -97,6 +98,11 @@ class PolicyLoss:
                 "loss.kl.estimator=k1 in the loss: its gradient has mean zero, so it adds noise and holds nothing near "
                 "the reference; use k2 or k3, or loss.kl.place=reward"
             )
+
+    @property
+    def formula(self) -> str:
+        """The term in plain text, with the options' values, for a reader of the run's log."""
+        return type(self).__name__
 
     @property
     def kl_in_loss(self) -> bool:

@@ -41,6 +41,12 @@ class PPO(PolicyLoss):
         if dual_clip is not None:
             self.log_dual = math.log(check_number("loss.dual_clip", dual_clip, above=1))
 
+    @property
+    def formula(self) -> str:
+        """The term in plain text."""
+        clip = f"min(r A, clip(r, {1 - self.clip_low:g}, {1 + self.clip_high:g}) A)"
+        return f"-{clip}" if self.dual_clip is None else f"-{clip}, but for A < 0 at most {self.dual_clip:g} |A|"
+
     def term(self, p: Tensor, o: Tensor, advantages: Tensor, tokens: Tokens) -> Tensor:
         """Return the negative clipped surrogate, [N].
 

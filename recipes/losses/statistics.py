@@ -1,4 +1,4 @@
-"""What a policy step says about itself: ratios, clipping, the gap to the sampler, entropy, distance to the reference."""
+"""What a policy step says about itself: ratios, clipping, the gap to sampler and reference, entropy."""
 
 import math
 
