@@ -18,7 +18,7 @@ class PPO(PolicyLoss):
     With dual clip c, for A < 0: -max(min(r A, clip(r) A), c A).
 
     Sources: PPO (arXiv:1707.06347), equation 7; different bounds on the two sides: DAPO (arXiv:2503.14476); dual clip:
-    Ye et al. (arXiv:1912.09729), equation 5.
+    Ye et al. (arXiv:1912.09729).
 
     Args:
         clip_low: From 0 to 1.
