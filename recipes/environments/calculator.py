@@ -136,7 +136,7 @@ def _value(node: ast.AST) -> int | float:
         raise ValueError("only numbers, + - * / // % ** and parentheses are understood")
     if isinstance(value, complex) or not abs(value) <= _LARGEST:
         raise ValueError("a number is too large" if not isinstance(value, complex) else "the result is not real")
-    return value  # type: ignore[no-any-return]
+    return value
 
 
 def _expression(call: str) -> str:

@@ -19,7 +19,15 @@ from recipes.environments.records import read_problems
 
 __all__ = ["build", "correct", "final_answer"]
 
+try:
+    import math_verify
+except ImportError:  # an extra; `build` says how to install it
+    math_verify = None
+
 _MARK = "####"
+
+for _name in ("math_verify.parser", "math_verify.grader"):
+    logging.getLogger(_name).setLevel(logging.ERROR)  # they warn that their own, alarm-based timeouts are off
 
 
 def build(config: MathConfig, seed: int) -> Environment:
@@ -29,10 +37,8 @@ def build(config: MathConfig, seed: int) -> Environment:
         ConfigError: math-verify is missing, or more problems are asked for than there are.
         DataError: A row without question or answer, or a question that is there twice; names file and line.
     """
-    try:
-        import math_verify  # noqa: F401
-    except ImportError as error:
-        raise ConfigError("environment=math needs math-verify: pip install 'math-verify[antlr4_9_3]'") from error
+    if math_verify is None:
+        raise ConfigError("environment=math needs math-verify: pip install 'math-verify[antlr4_9_3]'")
     train, heldout = read_problems(config, lambda row: _problem(row, config))
     return Environment("math", train, heldout, parse_rewards(config.rewards))
 
@@ -41,7 +47,7 @@ def correct(completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> li
     """1 where the completion's final answer has the value of the row's `answer`; else 0.
 
     It is looked for between `<answer>` tags, else behind the last ####, else anywhere in the completion: in a box
-    (`\\\\boxed`), in a formula, or the last number.
+    (`\\boxed`), in a formula, or the last number.
 
     Raises:
         ValueError: The row's answer is nothing that math-verify can read.
@@ -59,11 +65,6 @@ def final_answer(text: str) -> str:
 
 
 def _is_equal(expected: str, completion: str) -> bool:
-    import math_verify
-
-    for name in ("math_verify.parser", "math_verify.grader"):
-        logging.getLogger(name).setLevel(logging.ERROR)  # says on every call that its own, alarm-based timeout is off
-
     def parsed(text: str) -> list[Any]:
         # No timeouts by signals: they need the main thread, and whoever calls this has one already.
         return math_verify.parse(text, parsing_timeout=None)

@@ -13,6 +13,11 @@ from recipes.environments.formats import answer_of
 
 __all__ = ["build", "score"]
 
+try:
+    import reasoning_gym
+except ImportError:  # an extra; `build` says how to install it
+    reasoning_gym = None
+
 _TRAIN, _HELD_OUT = 1024, 64
 _CHUNK = 256  # problems made at a time
 _FRUITLESS_CHUNKS = 20  # chunks without a new question, after which a task counts as exhausted
@@ -44,15 +49,14 @@ def score(completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list
 
 def _require(config: ReasoningGymConfig) -> None:
     """Refuse a missing package, an unknown task and options that the task does not take."""
-    try:
-        from reasoning_gym.factory import DATASETS
-    except ImportError as error:
-        raise ConfigError("environment=reasoning_gym needs reasoning-gym: pip install reasoning-gym") from error
-    if config.task not in DATASETS:
-        near = difflib.get_close_matches(config.task, DATASETS, n=1, cutoff=0.5)
+    if reasoning_gym is None:
+        raise ConfigError("environment=reasoning_gym needs reasoning-gym: pip install reasoning-gym")
+    tasks = reasoning_gym.factory.DATASETS
+    if config.task not in tasks:
+        near = difflib.get_close_matches(config.task, tasks, n=1, cutoff=0.5)
         raise ConfigError(
             f"environment.task={config.task}: there is no such task in reasoning-gym"
-            + (f", did you mean {near[0]}?" if near else f"; it has {', '.join(sorted(DATASETS))}")
+            + (f", did you mean {near[0]}?" if near else f"; it has {', '.join(sorted(tasks))}")
         )
     try:
         _made(config, seed=0)
@@ -89,14 +93,10 @@ def _problem(config: ReasoningGymConfig, id: str, question: str, entry: Mapping[
 
 
 def _made(config: ReasoningGymConfig, seed: int) -> Any:
-    import reasoning_gym
-
     return reasoning_gym.create_dataset(config.task, size=_CHUNK, seed=seed, **config.options)
 
 
 @lru_cache(maxsize=64)
 def _task(name: str, options: str) -> Any:
     """The task as it was made; some score by their options."""
-    import reasoning_gym
-
     return reasoning_gym.create_dataset(name, size=1, seed=0, **json.loads(options))

@@ -6,7 +6,6 @@ from typing import Any
 
 from conf.closed import ConfigError
 from conf.environments import FileEnvironmentConfig
-from datum.encode import hold_out
 from datum.errors import DataError
 from datum.rows import Row, _entries, _files, _read_file
 from recipes.environments.environment import Problem, first
@@ -32,6 +31,8 @@ def read_problems(
     rows = list(_records(config.path))
     held = list(_records(config.eval_path)) if config.eval_path is not None else []
     if config.eval_fraction > 0:
+        from datum.encode import hold_out  # imports torch, which the process that computes rewards does without
+
         try:
             rows, held = hold_out(rows, config.eval_fraction, _SPLIT_SEED)
         except DataError as error:
