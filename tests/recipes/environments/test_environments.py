@@ -501,6 +501,38 @@ def test_math_rows_without_question_or_answer(tmp_path):
     assert problem.row["answer"] == "2"
 
 
+# ------------------------------------------------------------------------------------------------- documented examples
+
+
+def documented(number):
+    return re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "environments.md").read_text(), re.DOTALL)[number]
+
+
+def test_the_rewards_of_the_documentation_work_as_they_stand(tmp_path, monkeypatch):
+    (tmp_path / "documented_rewards.py").write_text(documented(0))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    rewards = {name: {"function": f"documented_rewards.{name}"} for name in ("length", "full_stop")}
+    path = written(tmp_path, {"prompt": "Write a sentence of two words.", "words": 2})
+    environment = rows.build(RowsConfig(rewards=rewards, path=str(path)), 0)
+    made = RewardRunner(environment.rewards, timeout_s=10, allow_targets=["documented_rewards"])
+    found = [problem.row for problem in environment.train]
+    made.check(found)
+    assert made.score(["So be", "It is."], found * 2).total == [1.0, 2.0]
+    assert made.score([""], found).total == [1 / 3]
+    made.close()
+
+
+def test_the_environment_of_the_documentation_works_as_it_stands():
+    names = {}
+    exec(documented(1), names)
+    environment = names["build"](LargestDigitConfig(rewards=REWARDS), 0)
+    problem = environment.train[0]
+    number = problem.row["number"]
+    assert environment.reply(problem, ["0"]) == [{"role": "user", "content": "higher"}]
+    assert environment.reply(problem, ["0", str(number)]) is None
+    assert names["found"]([str(number), "0"], [problem.row] * 2) == [1.0, 0.0]
+
+
 # ------------------------------------------------------------------------------------------------------------- imports
 
 
