@@ -43,6 +43,20 @@ def test_the_text_in_full():
     ]
 
 
+@pytest.mark.parametrize(
+    ("loss", "formula"),
+    [
+        (ImportanceSampling(), "-r A"),
+        (PPO(clip_high=0.28, dual_clip=3.0), "-min(r A, clip(r, 0.8, 1.28) A), but for A < 0 at most 3 |A|"),
+        (CISPO(), "-sg(clip(r, 0, 5)) A p"),
+        (GSPO(), "-min(r A, clip(r, 0.9997, 1.0004) A)"),
+        (DRO(beta=0.05), "-(A p - 0.025 (p - o)^2)"),
+    ],
+)
+def test_formulas_hold_the_options(loss, formula):
+    assert f"l = [{formula}]" in text_of(loss).splitlines()
+
+
 def test_each_choice_has_its_own_text():
     texts = [text_of(loss) for loss in LOSSES]
     texts += [text_of(PPO(aggregation=mode)) for mode in ("sequence", "sum")]
