@@ -9,7 +9,8 @@ prompt, its numbers and the weights; other rows change them by rounding alone.
 """
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -25,7 +26,7 @@ from recipes.models.scoring import base_of
 from recipes.models.traits import read_traits
 from recipes.rollouts.sampler import Sampling
 
-__all__ = ["Decoding", "Drawn", "draw", "generate", "read_decoding"]
+__all__ = ["Decoding", "Drawn", "draw", "evaluating", "generate", "read_decoding"]
 
 _CACHE_NAMES = ("cache", "past_key_values", "cache_params")
 _CHUNK = 1 << 24  # logits whose distribution is formed at one time
@@ -71,6 +72,24 @@ class Drawn:
     is_finished: Tensor
 
 
+@contextmanager
+def evaluating(model: PreTrainedModel | PeftModel) -> Iterator[None]:
+    """Evaluation mode, and layers as if never compiled, since every length would compile them anew.
+
+    Modules get back the mode that each was in.
+    """
+    modules = list(model.modules())
+    was_training = [module for module in modules if module.training]
+    is_compiled = any(module._compiled_call_impl is not None for module in modules)
+    model.eval()
+    try:
+        with torch.compiler.set_stance("force_eager") if is_compiled else nullcontext():
+            yield
+    finally:
+        for module in was_training:
+            module.training = True
+
+
 @torch.no_grad()
 def read_decoding(model: PreTrainedModel | PeftModel, axes: PositionAxes = PositionAxes.rope) -> Decoding:
     """Find out how a model may be decoded, by comparing a cached step with the whole prefix on made-up tokens.
@@ -90,37 +109,32 @@ def read_decoding(model: PreTrainedModel | PeftModel, axes: PositionAxes = Posit
     traits = read_traits(base)
     tolerance = 1e-3 if base.dtype == torch.float32 else 1e-1
     long, short = probe_ids(base, 7, 4)
-    was_training = model.training
-    model.eval()
-    try:
-        with probe_context(base):
-            whole = [_WholePrefix(model, Decoding(False, False, **options)).start([ids])[0] for ids in (long, short)]
-            reason = ""
-            for has_padding in (True, False):
-                decoding = Decoding(True, has_padding, **options, reason=reason)
-                if has_padding and not decoding.takes_positions:
-                    reason = f"{traits.name} takes no position_ids"
-                    continue
-                if has_padding and (traits.recurrent or traits.has_mrope):
-                    reason = traits.recurrent or "rotary embeddings with several axes"
-                    continue
-                try:
-                    prompts = [long[:-1], short[:-1]] if has_padding else [long[:-1]]
-                    prefix = _CachedPrefix(model, decoding, room=1)
-                    prefix.start(prompts)
-                    rows = [1, 0, 1] if has_padding else [0, 0]
-                    prefix.select(torch.tensor(rows, device=base.device))
-                    last = torch.tensor([(long, short)[row][-1] for row in rows], device=base.device)
-                    got = prefix.extend(last).float()
-                    wanted = torch.stack([whole[row] for row in rows]).float()
-                    if (got - wanted).abs().max() <= tolerance * wanted.abs().max().clamp_min(1e-30):
-                        return decoding
-                    problem = "a cached step differs from reading the whole prefix"
-                except (TypeError, ValueError, RuntimeError, AttributeError, NotImplementedError, IndexError) as error:
-                    problem = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
-                reason = f"{traits.name} with {'left padding' if has_padding else 'a cache'}: {problem}"
-    finally:
-        model.train(was_training)
+    with evaluating(model), probe_context(base):
+        whole = [_WholePrefix(model, Decoding(False, False, **options)).start([ids])[0] for ids in (long, short)]
+        reason = ""
+        for has_padding in (True, False):
+            decoding = Decoding(True, has_padding, **options, reason=reason)
+            if has_padding and not decoding.takes_positions:
+                reason = f"{traits.name} takes no position_ids"
+                continue
+            if has_padding and (traits.recurrent or traits.has_mrope):
+                reason = traits.recurrent or "rotary embeddings with several axes"
+                continue
+            try:
+                prompts = [long[:-1], short[:-1]] if has_padding else [long[:-1]]
+                prefix = _CachedPrefix(model, decoding, room=1)
+                prefix.start(prompts)
+                rows = [1, 0, 1] if has_padding else [0, 0]
+                prefix.select(torch.tensor(rows, device=base.device))
+                last = torch.tensor([(long, short)[row][-1] for row in rows], device=base.device)
+                got = prefix.extend(last).float()
+                wanted = torch.stack([whole[row] for row in rows]).float()
+                if (got - wanted).abs().max() <= tolerance * wanted.abs().max().clamp_min(1e-30):
+                    return decoding
+                problem = "a cached step differs from reading the whole prefix"
+            except (TypeError, ValueError, RuntimeError, AttributeError, NotImplementedError, IndexError) as error:
+                problem = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+            reason = f"{traits.name} with {'left padding' if has_padding else 'a cache'}: {problem}"
     return Decoding(False, False, **options, reason=reason)
 
 

@@ -10,7 +10,7 @@ import logging
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from conf.policy import RolloutConfig
 from recipes.models.build import LanguageModel
 from recipes.models.scoring import base_of
-from recipes.rollouts.generate import generate, read_decoding
+from recipes.rollouts.generate import evaluating, generate, read_decoding
 from recipes.rollouts.noise import batch_uniforms
 from recipes.rollouts.sampler import Completion, RolloutError, SampleRequest, Sampling
 from recipes.training.answers import stop_ids
@@ -59,11 +59,9 @@ class HFSampler:
         self.policy_version = 0
         self.stops = stop_ids(language_model.model, language_model.tokenizer)
         self._source = language_model.model
+        # The copy keeps requires_grad: without, products are formed in another way, and the last bits differ.
         self._model = copy.deepcopy(self._source) if own_copy else self._source
-        if own_copy:
-            self._model.requires_grad_(False).eval()
         self._own_copy = own_copy
-        self._is_compiled = any(module._compiled_call_impl is not None for module in self._model.modules())
         self._seed, self._batch_size, self._autocast = seed, batch_size, autocast
         self._vocab_size, self._max_positions = language_model.vocab_size, language_model.max_positions
         self._lock = threading.Lock()
@@ -81,7 +79,7 @@ class HFSampler:
         for index, request in enumerate(requests):
             self._check(index, request)
         completions: list[Completion | None] = [None] * len(requests)
-        with self._lock, self._evaluating():
+        with self._lock, evaluating(self._model), self._autocast():
             for chosen in self._batches(requests):
                 for index, completion in zip(chosen, self._sample_batch([requests[i] for i in chosen], sampling)):
                     completions[index] = completion
@@ -119,21 +117,6 @@ class HFSampler:
                 f"request {index}: a prompt of {len(ids)} tokens and max_new_tokens={new} need {len(ids) + new} "
                 f"positions; the model has {self._max_positions}: shorten the prompt or rollout.max_new_tokens"
             )
-
-    @contextmanager
-    def _evaluating(self) -> Iterator[None]:
-        """Evaluation mode and autocast, and layers as if never compiled, since every length would compile them anew.
-
-        Modules get back the mode that each was in.
-        """
-        was_training = [module for module in self._model.modules() if module.training]
-        self._model.eval()
-        try:
-            with self._autocast(), torch.compiler.set_stance("force_eager") if self._is_compiled else nullcontext():
-                yield
-        finally:
-            for module in was_training:
-                module.training = True
 
     def _batches(self, requests: Sequence[SampleRequest]) -> Iterator[list[int]]:
         """Indices of the requests of each batch, similar lengths together; equal ones where padding is not possible."""
