@@ -360,8 +360,8 @@ class GRPOConfig(CommonConfig):
             )
         if isinstance(loss, CrossEntropyConfig):
             raise ConfigError(
-                f"loss._target_={loss._target_} in recipes.grpo: cross_entropy reads neither advantages nor logprobs, so "
-                "rewards would have no effect; use importance_sampling, ppo, grpo, dapo, cispo, gspo or dro"
+                f"loss._target_={loss._target_} in recipes.grpo: it reads neither advantages nor logprobs, so rewards "
+                "would have no effect; use importance_sampling, ppo, grpo, dapo, cispo, gspo or dro"
             )
         if rollout.group_size == 1 and self.advantage.name in NEEDS_GROUP:
             raise ConfigError(

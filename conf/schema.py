@@ -245,14 +245,15 @@ class TinyWarmConfig(TinyModelConfig):
 
     _target_: str = "recipes.models.warm.build"
     rows: str = "recipes.environments.largest_digit.warm_up_rows"  # function (seed) -> chat rows to learn from
+    warmup_draws: int = 16  # times that rows are drawn, each with a seed of its own
     warmup_steps: int = 300  # supervised steps
     warmup_batch_size: int = 64  # rows a step
     warmup_lr: float = 2e-3  # highest learning rate
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _at_least("model.warmup_steps", self.warmup_steps, 1)
-        _at_least("model.warmup_batch_size", self.warmup_batch_size, 1)
+        for name in ("warmup_draws", "warmup_steps", "warmup_batch_size"):
+            _at_least(f"model.{name}", getattr(self, name), 1)
         _above_zero("model.warmup_lr", self.warmup_lr)
 
 

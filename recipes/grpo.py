@@ -4,9 +4,10 @@
     python -m recipes.grpo model=hf model.name=path-or-hub-id environment=math environment.path=problems.jsonl
     python -m recipes.grpo checkpoint.resume=auto hydra.run.dir=outputs/grpo/<run>
 
-prompts -> groups of completions -> rewards -> advantages -> Datums -> the train step of `recipes.sft` -> weights handed
-over to the sampler -> again. `train` shows all of it. Which prompts form a rollout batch is a function of (seed, batch);
-with rollout=hf each completion is a function of the weights and (seed, batch, prompt, sample), for any number of ranks.
+prompts -> groups of completions -> rewards -> advantages -> Datums -> the train step of `recipes.sft` -> weights
+handed over to the sampler -> again. `train` shows all of it. Which prompts form a rollout batch is a function of (seed,
+batch); with rollout=hf each completion is a function of the weights and (seed, batch, prompt, sample), for any number
+of ranks.
 """
 
 from pathlib import Path
@@ -91,12 +92,9 @@ def train(config: GRPOConfig, run_dir: Path) -> float | None:
     if evaluation is not None and run.state.step == 0:
         run.record({"step": 0} | evaluation.run(step=0))
 
-    updates = None if batches.batch is None else Updates(batches.batch, config)  # a batch that a resume finds half done
-    with (
-        Interrupt() as interrupt,
-        TrainingProgress(num_steps, run.state.step, watch="reward/mean") as progress,
-        batches,
-    ):
+    progress = TrainingProgress(num_steps, run.state.step, watch="reward/mean")
+    updates = None if batches.batch is None else Updates(batches.batch, config)  # a resume may find a batch half done
+    with Interrupt() as interrupt, progress, batches:
         for index in range(run.state.step, num_steps):
             step, started = index + 1, time.perf_counter()
             number = index % config.updates_per_batch

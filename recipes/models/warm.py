@@ -31,7 +31,8 @@ def build(config: TinyWarmConfig, seed: int) -> tuple[PreTrainedModel, PreTraine
     """Build the tiny model and train it on `rows(seed)` for `warmup_steps` steps; a function of options and seed.
 
     Args:
-        config: Sizes of the model, rows and length of the warm-up.
+        config: Sizes of the model, rows and length of the warm-up. Rows are drawn several times, from seeds that follow
+            each other: where their answers are random, none can be learnt by heart.
         seed: Of the weights, the rows and their order; the global generator is left as it was.
 
     Returns:
@@ -41,7 +42,8 @@ def build(config: TinyWarmConfig, seed: int) -> tuple[PreTrainedModel, PreTraine
         ConfigError: `rows` names no function.
     """
     model, tokenizer = tiny.build(config, seed)
-    rows = locate(config.rows, key="model.rows")(seed)
+    draw = locate(config.rows, key="model.rows")
+    rows = [row for number in range(config.warmup_draws) for row in draw(seed + number)]
     encoder = RowEncoder(tokenizer, format="messages", mask=None, max_length=config.max_positions, overlong="error")
     data = encode_rows([Row(row, f"{config.rows} row {index}") for index, row in enumerate(rows)], encoder)
     loader = DatumLoader(

@@ -140,7 +140,8 @@ class RolloutBatches:
         try:
             while index < self.num_batches:
                 with self._may_go_on:
-                    self._may_go_on.wait_for(lambda: self._is_closed or index - self.trained <= self.max_staleness)
+                    while not self._is_closed and index - self.trained > self.max_staleness:
+                        self._may_go_on.wait()
                     if self._is_closed:
                         return
                 batch = self.collector.collect(index, place)

@@ -75,8 +75,8 @@ def build_policy_loss(config: GRPOConfig) -> PolicyLoss:
         )
     if config.rollout.max_staleness > 0 and "logprobs" not in loss.required_fields:
         raise ConfigError(
-            f"rollout.max_staleness={config.rollout.max_staleness} with loss._target_={config.loss._target_}: it ignores "
-            "logprobs, so it would take stale samples for its own; use max_staleness=0 or another loss"
+            f"rollout.max_staleness={config.rollout.max_staleness} with loss._target_={config.loss._target_}: it "
+            "ignores logprobs, so it would take stale samples for its own; use max_staleness=0 or another loss"
         )
     return loss
 
@@ -131,8 +131,8 @@ def build_rollouts(
     stops = stop_ids(language_model.model, language_model.tokenizer)
     if not stops:
         raise ConfigError(
-            f"model.name={config.model.name}: neither its generation config nor its tokenizer names an end token, so no "
-            "completion would ever end"
+            f"model.name={config.model.name}: neither its generation config nor its tokenizer names an end token, so "
+            "no completion would ever end"
         )
     encoder = ChatEncoder(language_model.tokenizer, stops)
     prompts = Prompts(environment.train, encoder, config.train.seed)
@@ -225,8 +225,8 @@ def _require_room(config: GRPOConfig, environment: Environment, prompts: Prompts
     length, new = len(prompts.ids[longest]), config.rollout.max_new_tokens
     if context is not None and length + new > context:
         raise DataError(
-            f"problem {environment.train[longest].id}: its prompt of {length} tokens and rollout.max_new_tokens={new} go "
-            f"beyond the model's context of {context}: shorten the prompt or lower max_new_tokens"
+            f"problem {environment.train[longest].id}: its prompt of {length} tokens and rollout.max_new_tokens={new} "
+            f"go beyond the model's context of {context}: shorten the prompt or lower max_new_tokens"
         )
     budget = config.collate.max_tokens if config.collate.layout == Layout.packed else None
     needed = length + new * environment.max_turns - 1

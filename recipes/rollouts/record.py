@@ -103,9 +103,8 @@ def write_rollouts(
     groups += [(rollout, False) for rollout in left_out]
     with aside.open("w") as file:
         for rollout, is_trained in sorted(groups, key=lambda item: (item[0].prompt, item[0].sample)):
-            line = _as_line(rollout, rollouts.encoder, rollouts.collector.sampling.logprob_kind) | {
-                "is_trained": is_trained and not rollout.is_masked
-            }
+            line = _as_line(rollout, rollouts.encoder, rollouts.collector.sampling.logprob_kind)
+            line["is_trained"] = is_trained and not rollout.is_masked
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
     aside.replace(path)
 

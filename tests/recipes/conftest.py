@@ -60,3 +60,40 @@ def sft_process(rows_path: Path) -> Callable[..., subprocess.Popen]:
         )
 
     return start
+
+
+GRPO_SMALL = [
+    *(option for option in SMALL if option.startswith("model.")),
+    *("model=tiny", "environment=rows", "allow_targets=[grpo_rewards]", "scheduler.warmup_steps=0"),
+    *("rollout.prompts_per_step=3", "rollout.group_size=4", "rollout.max_new_tokens=5", "rollout.show=0"),
+    *("train.max_steps=4", "eval.every_steps=0", "checkpoint.every_steps=0", "optim.lr=1e-3"),
+    "environment.unfinished=score",
+]
+
+
+def reward(name: str, weight: float = 1.0) -> str:
+    """The override that rewards by a function of tests/recipes/grpo_rewards.py."""
+    return f"environment.rewards={{{name}: {{function: grpo_rewards.{name}, weight: {weight}}}}}"
+
+
+@pytest.fixture(scope="session")
+def prompts_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """7 prompts of several lengths."""
+    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"Say {n}" + " please" * (n % 3)}) + "\n" for n in range(7)))
+    return path
+
+
+@pytest.fixture
+def grpo(prompts_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """A call runs `recipes.grpo` in this process on a random tiny model, and returns the exit code."""
+    from recipes.grpo import train
+    from recipes.runtime.entry import run
+
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+
+    def call(run_dir: Path, *overrides: str, rewards: str = "parity") -> int:
+        fixed = [f"environment.path={prompts_path}", reward(rewards), f"hydra.run.dir={run_dir}"]
+        return run("grpo", train, [*GRPO_SMALL, *fixed, *overrides])
+
+    return call

@@ -1,0 +1,37 @@
+"""Rewards of the tests: a random model's completions differ in them."""
+
+import time
+import zlib
+
+
+def parity(completions, rows):
+    return [float(zlib.crc32(completion.encode()) % 2) for completion in completions]
+
+
+def level(completions, rows):
+    return [zlib.crc32(completion.encode()) % 7 / 7 for completion in completions]
+
+
+def constant(completions, rows):
+    return [1.0] * len(completions)
+
+
+def sometimes(completions, rows):
+    """Rewards some, abstains on some, fails on some."""
+    rewards = []
+    for completion in completions:
+        kind = zlib.crc32(completion.encode()) % 4
+        if kind == 3 and len(completions) == 1:
+            raise ValueError("cannot judge this")
+        if kind == 3:
+            raise ValueError("one of them cannot be judged")
+        rewards.append(None if kind == 2 else float(kind))
+    return rewards
+
+
+def one_for_all(completions, rows):
+    return [1.0]
+
+
+def slow(completions, rows):
+    time.sleep(60)
