@@ -16,9 +16,7 @@ from conf.schema import (
     Aggregation,
     CommonConfig,
     CrossEntropyConfig,
-    Direction,
     LossConfig,
-    ObjectiveConfig,
     Scope,
     _above_zero,
     _at_least,
@@ -348,7 +346,6 @@ class GRPOConfig(CommonConfig):
     rollout: RolloutConfig = MISSING  # rollout=hf|vllm
     advantage: AdvantageConfig = MISSING  # advantage=group_mean|grpo|rloo|batch_std|reinforce_pp|none
     eval: PolicyEvalConfig = MISSING  # eval=policy
-    objective: ObjectiveConfig = field(default_factory=lambda: ObjectiveConfig(direction=Direction.max))
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,4 +1,4 @@
-"""Write docs/config.md: every group, option and key, from conf/schema.py and the yaml files.
+"""Write docs/config.md: every group, option and key, from the dataclasses and yaml files of conf/.
 
     python -m scripts.make_config_docs
 
@@ -21,7 +21,7 @@ from hydra import compose, initialize_config_module
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, OmegaConf
 
-from conf import schema
+from conf import environments, policy, schema
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "config.md"
@@ -29,13 +29,14 @@ PAGE = ROOT / "docs" / "config.md"
 _INTRO = """\
 # Configuration
 
-<!-- Made by `python -m scripts.make_config_docs`; edit conf/schema.py and the yaml files instead. -->
+<!-- Made by `python -m scripts.make_config_docs`; edit the dataclasses and yaml files of conf/ instead. -->
 
-`python -m recipes.sft group=option key=value …` composes the yaml files of `conf/` with the overrides. Nothing is
-accepted that this page does not list: an unknown key, a wrong type or an illegal combination ends with exit code 2 and
-a line that names the key and the nearest valid one, before any file is written. `--cfg job` shows the result and runs
-nothing. Where the offline demo, which is what runs without overrides, has another value than the default, both stand
-in the table.
+`python -m recipes.sft group=option key=value …` composes the yaml files of `conf/` with the overrides, and so does
+`python -m recipes.grpo`. Nothing is accepted that this page does not list: an unknown key, a wrong type or an illegal
+combination ends with exit code 2 and a line that names the key and the nearest valid one, before any file is written.
+`--cfg job` shows the result and runs nothing. Where the offline demo, which is what runs without overrides, has another
+value than the default, both stand in the table. First come the groups of `recipes.sft`, most of which `recipes.grpo`
+has too; then those that only `recipes.grpo` has.
 
 - `group=option` chooses a file of `conf/<group>/`; `key=value` sets one option; `+key` and `~key` are refused.
 - `extras.anything=1` is saved with the run and affects nothing: the place for notes.
@@ -56,19 +57,23 @@ def main() -> None:
 def render() -> str:
     """The page as a string."""
     parts = [_INTRO]
-    defaults = _demo_values()
+    shared = typing.get_type_hints(schema.SFTConfig)
     for field in dataclasses.fields(schema.SFTConfig):
-        parts.append(_section(field, defaults))
+        parts.append(_section(field, schema.SFTConfig, _demo_values("sft")))
+    for field in dataclasses.fields(policy.GRPOConfig):
+        if typing.get_type_hints(policy.GRPOConfig)[field.name] is not shared.get(field.name):
+            parts.append(_section(field, policy.GRPOConfig, _demo_values("grpo"), " (recipes.grpo)"))
     for group in ("experiment", "debug"):
         parts.append(f"## {group}\n\n{_options(group)}\n")
     return "\n".join(parts)
 
 
-def _section(field: dataclasses.Field[Any], demo: dict[str, Any]) -> str:
-    owner = typing.get_type_hints(schema.SFTConfig)[field.name]
+def _section(field: dataclasses.Field[Any], root: type, demo: dict[str, Any], of: str = "") -> str:
+    owner = typing.get_type_hints(root)[field.name]
     if not dataclasses.is_dataclass(owner):
-        return f"## {field.name}\n\n{_table([(field.name, schema.SFTConfig, field, '')], demo)}"
-    parts = [f"## {field.name}\n"]
+        declares = next(cls for cls in root.__mro__ if field.name in inspect.get_annotations(cls))
+        return f"## {field.name}{of}\n\n{_table([(field.name, declares, field, '')], demo)}"
+    parts = [f"## {field.name}{of}\n"]
     if (ROOT / "conf" / field.name).is_dir():
         parts.append(_options(field.name))
     classes = _with_subclasses(owner)
@@ -121,13 +126,19 @@ def _table(rows: list[tuple[str, type, dataclasses.Field[Any], str]], demo: dict
 
 
 def help_of(cls: type, name: str) -> str:
-    """The comment that stands behind a field of a dataclass of conf/schema.py; empty where there is none."""
+    """The comment that stands behind a field of an option dataclass; empty where there is none."""
     return _comments().get((cls.__name__, name), "")
 
 
 @cache
 def _comments() -> dict[tuple[str, str], str]:
-    source = Path(schema.__file__).read_text()
+    found: dict[tuple[str, str], str] = {}
+    for module in (schema, policy, environments):
+        found |= _comments_of(Path(module.__file__).read_text())
+    return found
+
+
+def _comments_of(source: str) -> dict[tuple[str, str], str]:
     comments = {
         token.start[0]: token.string.lstrip("# ")
         for token in tokenize.generate_tokens(io.StringIO(source).readline)
@@ -142,10 +153,11 @@ def _comments() -> dict[tuple[str, str], str]:
     }
 
 
-def _demo_values() -> dict[str, Any]:
-    """Every key of the configuration without overrides."""
-    with initialize_config_module("conf", version_base="1.3", job_name="sft"):
-        cfg = compose("sft")
+@cache
+def _demo_values(recipe: str) -> dict[str, Any]:
+    """Every key of a recipe's configuration without overrides."""
+    with initialize_config_module("conf", version_base="1.3", job_name=recipe):
+        cfg = compose(recipe)
     flat: dict[str, Any] = {}
 
     def walk(node: Any, prefix: str) -> None:

@@ -1,6 +1,7 @@
 """Every yaml file composes into typed options, shows how it is used, and is documented."""
 
 import dataclasses
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,24 +10,40 @@ import pytest
 from hydra import compose, initialize_config_module
 
 import conf
-from conf import schema
+from conf import environments, policy, schema
 from conf.closed import ConfigError, to_config
 from recipes.runtime.build import locate
 from scripts import make_config_docs
 
 CONF = Path(conf.__file__).parent
 FILES = sorted(path for path in CONF.glob("*/*.yaml") if path.parent.name != "hydra")
-REQUIRED = {"data/files": ["data.path=rows.jsonl"], "data/hub": ["data.path=owner/name"], "model/hf": ["model.name=x"]}
+REQUIRED = {
+    "data/files": ["data.path=rows.jsonl"],
+    "data/hub": ["data.path=owner/name"],
+    "model/hf": ["model.name=x"],
+    "environment/math": ["environment.path=problems.jsonl"],
+    "environment/reasoning_gym": ["environment.task=chain_sum"],
+    "environment/rows": ["environment.path=rows.jsonl", "environment.rewards={a: {function: recipes.a.b}}"],
+}
+RECIPES = {"sft": schema.SFTConfig, "grpo": policy.GRPOConfig}
 OPTION_CLASSES = [
     cls
-    for cls in vars(schema).values()
-    if dataclasses.is_dataclass(cls) and isinstance(cls, type) and cls.__module__ == schema.__name__
+    for module in (schema, policy, environments)
+    for cls in vars(module).values()
+    if dataclasses.is_dataclass(cls) and isinstance(cls, type) and cls.__module__ == module.__name__
 ]
 
 
-def composed(*overrides: str) -> schema.SFTConfig:
-    with initialize_config_module("conf", version_base="1.3", job_name="sft"):
-        return to_config(compose("sft", list(overrides)))
+def composed(*overrides: str, recipe: str = "sft"):
+    with initialize_config_module("conf", version_base="1.3", job_name=recipe):
+        return to_config(compose(recipe, list(overrides)))
+
+
+def recipe_of(path: Path) -> str:
+    """The recipe that the command on top of a file runs."""
+    found = re.search(r"python -m recipes\.(\w+)", path.read_text())
+    assert found, path
+    return found[1]
 
 
 def overrides_of(path: Path) -> list[str]:
@@ -37,8 +54,8 @@ def overrides_of(path: Path) -> list[str]:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}={path.stem}")
 def test_every_group_file_composes_to_typed_options(path):
-    config = composed(*overrides_of(path))
-    assert isinstance(config, schema.SFTConfig)
+    config = composed(*overrides_of(path), recipe=recipe_of(path))
+    assert isinstance(config, RECIPES[recipe_of(path)])
     if hasattr(config, path.parent.name):
         assert dataclasses.is_dataclass(getattr(config, path.parent.name))
 
@@ -86,10 +103,11 @@ def test_every_default_target_imports(model):
         assert callable(locate(target))
 
 
-def test_composing_imports_no_torch():
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_composing_imports_no_torch(recipe):
     code = (
         "import sys; from hydra import compose, initialize_config_module; from conf.closed import to_config\n"
-        "with initialize_config_module('conf', version_base='1.3'): to_config(compose('sft'))\n"
+        f"with initialize_config_module('conf', version_base='1.3'): to_config(compose('{recipe}'))\n"
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

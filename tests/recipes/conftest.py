@@ -92,8 +92,9 @@ def grpo(prompts_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., i
 
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
 
-    def call(run_dir: Path, *overrides: str, rewards: str = "parity") -> int:
+    def call(run_dir: Path, *overrides: str, rewards: str = "parity", small: bool = True) -> int:
+        shape = GRPO_SMALL if small else [option for option in GRPO_SMALL if not option.startswith("model")]
         fixed = [f"environment.path={prompts_path}", reward(rewards), f"hydra.run.dir={run_dir}"]
-        return run("grpo", train, [*GRPO_SMALL, *fixed, *overrides])
+        return run("grpo", train, [*shape, *fixed, *overrides])
 
     return call

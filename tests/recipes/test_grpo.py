@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 
 import pytest
 from safetensors.torch import load_file
@@ -100,19 +101,18 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(grpo, tmp_path, s
     ]
 
 
-def test_another_reference_is_refused_on_resume(grpo, tmp_path, capsys):
-    assert grpo(tmp_path / "run", "loss.kl.coef=0.1", "loss=ppo", "train.max_steps=2", "checkpoint.every_steps=1") == 0
-    code = grpo(
-        tmp_path / "run",
-        *(
-            "loss.kl.coef=0.1",
-            "train.seed=1",
-            "train.max_steps=3",
-            "checkpoint.every_steps=1",
-            "checkpoint.resume=auto",
-        ),
-    )
-    assert code == 2 and "train.seed" in capsys.readouterr().err
+def test_another_reference_is_refused_on_resume(grpo, prompts_path, tmp_path, capsys):
+    options = ["loss.kl.coef=0.1", "checkpoint.every_steps=1", "model=hf"]
+    assert grpo(tmp_path / "first", "train.max_steps=1", "train.seed=5") == 0
+    base = tmp_path / "base"
+    (tmp_path / "first" / "final").rename(base)
+    assert grpo(tmp_path / "run", *options, f"model.name={base}", "train.max_steps=1", small=False) == 0
+    assert grpo(tmp_path / "second", "train.max_steps=1", "train.seed=6") == 0
+    shutil.rmtree(base)
+    (tmp_path / "second" / "final").rename(base)
+    more = [f"model.name={base}", "train.max_steps=2", "checkpoint.resume=auto"]
+    assert grpo(tmp_path / "run", *options, *more, small=False) == 2
+    assert "against another reference" in capsys.readouterr().err
 
 
 def test_sampling_ahead_is_bounded_and_zero_is_the_synchronous_run(grpo, tmp_path):
