@@ -273,6 +273,7 @@ class _Worker:
         self.connection.close()
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.kill()  # should it have left its process group
         return self.process.wait()
 
 

@@ -40,6 +40,12 @@ def hangs(completions, rows):
     return [1] * len(completions)
 
 
+def slow(completions, rows):
+    is_slow = "slow" in completions
+    time.sleep(1.0 if is_slow else 0.0)
+    return [99 if is_slow else 1] * len(completions)
+
+
 def hangs_with_a_child(completions, rows):
     if "hang" in completions:
         import subprocess

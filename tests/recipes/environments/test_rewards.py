@@ -1,7 +1,6 @@
 """Rewards: what fails abstains and is counted, never worth 0; the process behind them is killed and comes back."""
 
 import contextlib
-import logging
 import os
 import re
 import signal
@@ -200,11 +199,12 @@ def test_one_process_serves_all_calls_and_close_ends_it(runner):
 
 
 def test_interrupting_a_call_does_not_mix_up_answers(runner):
-    made = runner("hangs", "length", timeout_s=30)
-    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    made = runner("slow")
+    made.score(["x"], ROWS[:1])
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
-        made.score(["hang"], ROWS[:1])
-    assert made.score(["fine", "a"], ROWS[:2]).total == [5.0, 2.0]
+        made.score(["slow"], ROWS[:1])
+    assert made.score(["x"], ROWS[:1]).total == [1.0]
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGKILL])
@@ -270,11 +270,10 @@ def test_every_completion_has_a_row(runner):
     assert runner("length").score([], []).total == []
 
 
-def test_a_module_that_fails_in_the_worker_only(tmp_path, monkeypatch, caplog):
+def test_a_module_that_fails_in_the_worker_only(tmp_path, monkeypatch):
     (tmp_path / "only_here.py").write_text("def score(completions, rows):\n    return [0] * len(completions)\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     made = RewardRunner({"r": WeightedReward("only_here.score")}, timeout_s=1, allow_targets=["only_here"])
     (tmp_path / "only_here.py").write_text("raise OSError('no licence')\n")
     with pytest.raises(ConfigError, match="cannot be imported where rewards are computed: OSError: no licence"):
         made.score(["x"], [{}])
-    assert logging.getLogger("recipes").level == 0
