@@ -19,20 +19,21 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from peft import PeftModel
+from torch import Tensor
 
 from conf.policy import VLLMRolloutConfig, WeightSync
 from conf.schema import LoraExport
 from recipes.models.build import LanguageModel
 from recipes.models.export import export_model
 from recipes.rollouts.sampler import Completion, RolloutError, SampleRequest, Sampling
-from recipes.rollouts.vllm_server import AnswerError, VLLMServer, find_model, read_choice
+from recipes.rollouts.vllm_server import AnswerError, VLLMServer, find_model, is_same, read_choice
 from recipes.training.answers import stop_ids
 from recipes.training.ranks import rank_and_world, wait_for_ranks
 
@@ -42,7 +43,8 @@ log = logging.getLogger(__name__)
 
 _ADAPTER = "policy"  # name under which servers know the adapter
 _KEPT = 2  # folders of weights: the newest, and the one before
-_RESETS = 10  # tries to empty a prefix cache that a request is still using
+_RESET_PAUSES_S = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)  # while a request is still using the prefix cache
+_EXPORTS = {WeightSync.disk: LoraExport.merged, WeightSync.lora: LoraExport.adapter}
 
 
 def build(
@@ -106,6 +108,8 @@ class VLLMSampler:
         self._are_processed: bool | None = None  # log-probabilities after temperature and cuts; None: not asked yet
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(config.concurrency, thread_name_prefix="vllm")
+        if config.sync == WeightSync.lora:
+            self._hand_over_base()
         self._hand_over(self.policy_version)
 
     def sample(self, requests: Sequence[SampleRequest], sampling: Sampling) -> list[Completion]:
@@ -226,7 +230,7 @@ class VLLMSampler:
         start = time.perf_counter()
         folder = self._sync_dir / f"version-{version}"
         if is_first_rank:
-            self._write(folder)
+            self._write(folder, _EXPORTS[self._config.sync])
         written = time.perf_counter()
         with self._lock:
             wait_for_ranks()  # nobody is sampling now
@@ -244,15 +248,29 @@ class VLLMSampler:
             time.perf_counter() - written,
         )
 
-    def _write(self, folder: Path) -> None:
+    def _hand_over_base(self) -> None:
+        """Give servers what the adapter sits on, since they may still have the weights of an earlier run."""
+        if rank_and_world()[0] != 0:
+            return
+        name, folder = self._language_model.config.name, self._sync_dir / "base"
+        if name is not None and all(is_same(name, model.root) for model in self._models):
+            sources = [model.root for model in self._models]
+        else:
+            state = self._language_model.model.state_dict()
+            self._write(folder, LoraExport.merged, {name: w for name, w in state.items() if ".lora_" not in name})
+            sources = [str(folder)] * len(self._models)
+        for server, source in zip(self._servers, sources, strict=True):
+            self._tell(server, "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": source}})
+        shutil.rmtree(folder, ignore_errors=True)
+
+    def _write(self, folder: Path, export: LoraExport, state_dict: Mapping[str, Tensor] | None = None) -> None:
         """Write what the servers are to load; the folder appears whole or not at all."""
-        as_adapter = self._config.sync == WeightSync.lora
-        export = LoraExport.adapter if as_adapter else LoraExport.merged
         model_config = self._language_model.config
         model_config = dataclasses.replace(model_config, lora=dataclasses.replace(model_config.lora, export=export))
+        language_model = dataclasses.replace(self._language_model, config=model_config)
         aside = folder.with_name(f"{folder.name}.tmp-{os.getpid()}")
         try:
-            export_model(dataclasses.replace(self._language_model, config=model_config), aside, verify=False)
+            export_model(language_model, aside, state_dict=state_dict, verify=False)
             shutil.rmtree(folder, ignore_errors=True)
             aside.rename(folder)
         except OSError as error:
@@ -264,25 +282,27 @@ class VLLMSampler:
             shutil.rmtree(aside, ignore_errors=True)
 
     def _load(self, server: VLLMServer, folder: Path) -> None:
-        try:
-            if self._config.sync == WeightSync.lora:
-                server.post(
-                    "/v1/load_lora_adapter",
-                    {"lora_name": _ADAPTER, "lora_path": str(folder), "load_inplace": True},
-                )
-            else:
-                server.post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
-            for attempt in range(_RESETS):
-                answer = server.post("/reset_prefix_cache")
-                if not isinstance(answer, dict) or answer.get("success", True):
-                    return
-                time.sleep(0.1 * 2**attempt if attempt < 5 else 3.0)
-        except AnswerError as error:
-            raise RolloutError(f"{error}\n{_how_to_start(self._config.sync)}") from error
+        """Load new weights, and forget what was computed with the old ones."""
+        if self._config.sync == WeightSync.lora:
+            adapter = {"lora_name": _ADAPTER, "lora_path": str(folder), "load_inplace": True}
+            self._tell(server, "/v1/load_lora_adapter", adapter)
+        else:
+            self._tell(server, "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
+        for pause_s in _RESET_PAUSES_S:
+            answer = self._tell(server, "/reset_prefix_cache", {})
+            if not isinstance(answer, dict) or answer.get("success", True):
+                return
+            time.sleep(pause_s)
         raise RolloutError(
             f"{server.url} does not empty its prefix cache, which belongs to older weights: other requests keep it in "
             "use; let no one else use the server during the run"
         )
+
+    def _tell(self, server: VLLMServer, path: str, body: Mapping[str, Any]) -> Any:
+        try:
+            return server.post(path, body)
+        except AnswerError as error:
+            raise RolloutError(f"{error}\n{_how_to_start(self._config.sync)}") from error
 
     def _remove_old(self, keep: int) -> None:
         folders = [f for f in self._sync_dir.glob("version-*") if f.name.removeprefix("version-").isdigit()]

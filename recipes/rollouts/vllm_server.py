@@ -17,7 +17,7 @@ from urllib3.exceptions import HTTPError, MaxRetryError
 
 from recipes.rollouts.sampler import RolloutError
 
-__all__ = ["AnswerError", "ServedModel", "VLLMServer", "find_model", "read_choice"]
+__all__ = ["AnswerError", "ServedModel", "VLLMServer", "find_model", "is_same", "read_choice"]
 
 _TRY_AGAIN = (429, 500, 502, 503, 504)
 _LONGEST_PAUSE_S = 30.0
@@ -146,7 +146,7 @@ def find_model(server: VLLMServer, wanted: str | None, trained: str | None) -> S
     """
     served = [model for model in server.models() if not model.is_adapter]
     name = wanted or trained
-    matches = [model for model in served if name is None or name == model.id or _is_same(name, model.root)]
+    matches = [model for model in served if name is None or name == model.id or is_same(name, model.root)]
     if len(matches) == 1 or (matches and name is not None):
         return matches[0]
     shown = ", ".join(model.id for model in served) or "nothing"
@@ -158,7 +158,8 @@ def find_model(server: VLLMServer, wanted: str | None, trained: str | None) -> S
     )
 
 
-def _is_same(name: str, root: str) -> bool:
+def is_same(name: str, root: str) -> bool:
+    """Whether two model names are equal, or paths of one folder."""
     if name == root:
         return True
     mine, theirs = Path(name).expanduser(), Path(root).expanduser()
