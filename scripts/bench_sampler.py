@@ -1,6 +1,6 @@
 """Tokens per second of `rollout=hf` against `model.generate`, on the tiny model, alternating within one process.
 
-OMP_NUM_THREADS=1 python scripts/bench_sampler.py --new 16
+OMP_NUM_THREADS=1 python -m scripts.bench_sampler --new 16
 """
 
 import argparse

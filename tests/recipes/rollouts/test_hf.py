@@ -111,11 +111,26 @@ def test_seed_stream_and_step_change_completions() -> None:
 
 def test_limits_are_each_requests_own() -> None:
     sampler = HFSampler(family("llama"), seed=0)
-    requests = requests_of()
-    wanted = sampler.sample(requests, Sampling())
+    requests = requests_of(samples=20)
+    wanted = sampler.sample(requests, Sampling(1.5))
     limits = [1 + i % NEW for i in range(len(requests))]
-    got = sampler.sample([replace(r, max_new_tokens=n) for r, n in zip(requests, limits)], Sampling())
+    got = sampler.sample([replace(r, max_new_tokens=n) for r, n in zip(requests, limits)], Sampling(1.5))
     assert [c.ids for c in got] == [c.ids[:n] for c, n in zip(wanted, limits)]
+    assert [c.is_finished for c in got] == [c.is_finished and len(c.ids) <= n for c, n in zip(wanted, limits)]
+
+
+def test_prompts_are_read_once_and_ended_rows_leave() -> None:
+    language_model = family("llama")
+    sampler = HFSampler(language_model, seed=0)
+    sampler.stops = set()
+    shapes = []
+    embedding = language_model.model.get_input_embeddings()
+    hook = embedding.register_forward_hook(lambda _module, inputs, _output: shapes.append(tuple(inputs[0].shape)))
+    (ids,) = documents((6,))
+    sampler.sample([SampleRequest(tuple(ids), 0, s, max_new_tokens=1 + s) for s in range(8)], Sampling())
+    hook.remove()
+    # The prompt; 7 of 8 rows go on, then 6, 5; with 4 of 8 the batch is halved.
+    assert shapes == [(1, 6), (8, 1), (8, 1), (8, 1), (4, 1), (4, 1), (2, 1), (1, 1)]
 
 
 def test_no_requests_give_no_completions() -> None:
