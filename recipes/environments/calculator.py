@@ -26,8 +26,10 @@ from recipes.environments.pairs import split_pairs
 __all__ = ["CalculatorEnvironment", "build", "calculate", "correct", "warm_up_rows"]
 
 _TRAIN, _HELD_OUT = 4096, 128
+_OTHER = re.compile(r"[^0-9.eE+\-*/%()\s]")  # characters that no expression has
 _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
+_UNDERSTOOD = "only numbers, + - * / // % ** and parentheses are understood"
 _LONGEST_EXPRESSION = 200  # characters
 _LARGEST = 10**18  # of any number on the way
 _LARGEST_EXPONENT = 64
@@ -108,6 +110,8 @@ def calculate(expression: str) -> str:
     """
     if len(expression) > _LONGEST_EXPRESSION:
         raise ValueError(f"the expression is longer than {_LONGEST_EXPRESSION} characters")
+    if _OTHER.search(expression):
+        raise ValueError(_UNDERSTOOD)
     try:
         value = _value(ast.parse(expression.strip(), mode="eval").body)
     except (SyntaxError, MemoryError, RecursionError):
@@ -133,7 +137,7 @@ def _value(node: ast.AST) -> int | float:
         except OverflowError:
             raise ValueError("a number is too large") from None
     else:
-        raise ValueError("only numbers, + - * / // % ** and parentheses are understood")
+        raise ValueError(_UNDERSTOOD)
     if isinstance(value, complex) or not abs(value) <= _LARGEST:
         raise ValueError("a number is too large" if not isinstance(value, complex) else "the result is not real")
     return value

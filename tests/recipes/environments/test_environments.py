@@ -254,6 +254,8 @@ def test_the_calculator_calculates(expression, value):
         ("True", "only numbers"),
         ("'a'*9", "only numbers"),
         ("x", "only numbers"),
+        ("12and 3", "only numbers"),  # Python itself would warn
+        ("1(2)", "only numbers"),
         ("1 if 1 else 2", "only numbers"),
         ("", "cannot be read"),
     ],
