@@ -7,9 +7,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["answer_of", "answer_tags", "matches"]
+__all__ = ["answer_of", "answer_tags", "last_number", "matches"]
 
 _TAGGED = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL)
+_NUMBER = re.compile(r"-?\d+(?:,\d{3})*(?:\.\d+)?")
 _ONE_ANSWER_AT_THE_END = re.compile(r"(?:(?!</?answer>).)*<answer>(?:(?!</?answer>).)*</answer>\s*", re.DOTALL)
 
 
@@ -31,6 +32,19 @@ def answer_tags(completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -
     return [_is_tagged(completion) for completion in completions]
 
 
+def last_number(completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[float]:
+    """1 where the last number of the completion is the row's `answer`, whatever stands around it; else 0.
+
+    >>> last_number(["4 + 3 = 7.", "7, or 8", "1,000 it is"], [{"answer": "7"}, {"answer": "7"}, {"answer": "1000"}])
+    [1.0, 0.0, 1.0]
+    """
+    found = [_NUMBER.findall(completion) for completion in completions]
+    return [
+        float(bool(numbers) and numbers[-1].replace(",", "") == str(row["answer"]))
+        for numbers, row in zip(found, rows, strict=True)
+    ]
+
+
 def answer_of(completion: str) -> str:
     """What stands in the last `<answer>…</answer>`, else the whole completion; without white space around it.
 
@@ -42,4 +56,5 @@ def answer_of(completion: str) -> str:
 
 
 def _is_tagged(completion: str) -> float:
-    return float(_ONE_ANSWER_AT_THE_END.fullmatch(completion) is not None)
+    return float(_NUMBER = re.compile(r"-?\d+(?:,\d{3})*(?:\.\d+)?")
+_ONE_ANSWER_AT_THE_END.fullmatch(completion) is not None)
