@@ -1,6 +1,8 @@
-# make sft        set up, then train and evaluate the offline demo
+# make sft        set up, then the offline demo of supervised fine-tuning
+# make grpo       set up, then the offline demo of training from rewards
 # make test       set up, then the quick tests         make test-all   the slow ones too
-# make check      formatting, lint, types              make sft-real   fine-tune a pretrained model
+# make check      formatting, lint, types              make vllm       a second environment with a vLLM server, and its tests
+# make sft-real, make grpo-real                        the same two recipes on a pretrained model
 #
 # TORCH_INDEX=https://download.pytorch.org/whl/cpu makes pip take PyTorch's build without CUDA; empty, pip's own
 # configuration decides. PYTHON is the interpreter that .venv is made from; ARGS are overrides for the recipe.
@@ -15,13 +17,19 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 TEST_ENV := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
 TORCH := $(shell grep '^torch==' requirements.lock)
 
-.PHONY: sft sft-real test test-all check
+.PHONY: sft sft-real grpo grpo-real test test-all check vllm
 
 sft: .venv/installed
 	$(BIN)/python -m recipes.sft $(ARGS)
 
 sft-real: .venv/installed .venv/smollm2
 	$(BIN)/python -m recipes.sft experiment=sft_smollm2 $(ARGS)
+
+grpo: .venv/installed
+	$(BIN)/python -m recipes.grpo $(ARGS)
+
+grpo-real: .venv/installed .venv/smollm2
+	$(BIN)/python -m recipes.grpo experiment=grpo_smollm2 $(ARGS)
 
 test: .venv/installed
 	$(TEST_ENV) $(BIN)/python -m pytest

@@ -113,7 +113,7 @@ def unknown_key(key: str, known: Iterable[str], groups: Iterable[str] = ()) -> s
     'unknown key optim.lr.x: further keys in optim.lr are not supported'
     """
     known = list(known)
-    near = nearest(key, {*known, *groups})
+    near = nearest(key, {*known, *groups} - {key})
     if near is not None:
         return f"unknown key {key}, did you mean {near}?"
     parent = key.rpartition(".")[0]

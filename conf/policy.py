@@ -307,7 +307,7 @@ class EnvironmentConfig:
     """Prompts and rewards."""
 
     _target_: str = MISSING  # function (config, seed) -> Environment
-    rewards: Any = MISSING  # name -> {function: dotted name, weight: number}; the first one is the accuracy
+    rewards: dict[str, Any] = field(default_factory=dict)  # name -> {function, weight}; the first one is the accuracy
     system_prompt: str | None = None  # first message of every prompt
     train_size: int | None = None  # problems to train on; null: the environment's own number
     eval_size: int | None = None  # held-out problems; null: the environment's own number
@@ -327,15 +327,15 @@ class PolicyEvalConfig:
     """Evaluation on held-out prompts: greedy, sampled, and pass@k."""
 
     every_steps: int = 0  # 0: no evaluation at all
-    max_problems: int | None = None  # the first n held-out problems
+    max_rows: int | None = None  # the first n held-out problems
     samples: int = 4  # completions a problem at rollout.temperature, for the sampled reward and pass@k; 0: greedy alone
     show_samples: int = 3  # completions printed after each evaluation
 
     def __post_init__(self) -> None:
         for name in ("every_steps", "samples", "show_samples"):
             _at_least(f"eval.{name}", getattr(self, name), 0)
-        if self.max_problems is not None:
-            _at_least("eval.max_problems", self.max_problems, 1)
+        if self.max_rows is not None:
+            _at_least("eval.max_rows", self.max_rows, 1)
 
 
 @dataclass
@@ -398,8 +398,6 @@ class GRPOConfig(CommonConfig):
 
 def _check_rewards(rewards: Any) -> None:
     shape = "a mapping like {correct: {function: my_rewards.correct, weight: 1.0}}"
-    if rewards == MISSING:
-        return
     if not isinstance(rewards, dict) or not rewards:
         raise ConfigError(f"environment.rewards={rewards!r}: accepted is {shape}")
     for name, reward in rewards.items():

@@ -58,6 +58,9 @@ def register() -> None:
         typed = OmegaConf.structured(node)
         if "extras" in typed:
             OmegaConf.set_struct(typed.extras, False)  # the free-form place: `extras.anything=1` needs no `+`
+        for mapping in ("rewards", "options"):  # of names that nobody knows beforehand
+            if group == "environment" and mapping in typed:
+                OmegaConf.set_struct(typed._get_node(mapping), False)
         store.store(group=group, name=name, node=typed)
 
 

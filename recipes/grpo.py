@@ -36,7 +36,7 @@ def train(config: GRPOConfig, run_dir: Path) -> float | None:
     from recipes.rollouts.updates import Updates, set_advantages
     from recipes.runtime.interrupt import Interrupt
     from recipes.runtime.outcome import StopRun, note_first_step
-    from recipes.training.notes import not_finite
+    from recipes.training.notes import not_finite, trace
     from recipes.training.optim import build_optimizer, learning_rates
     from recipes.training.progress import TrainingProgress
     from recipes.training.ranks import largest_over_ranks, prepare_model, seed_step, start_accelerator
@@ -116,16 +116,20 @@ def train(config: GRPOConfig, run_dir: Path) -> float | None:
                 show_rollouts(config, batch, step, rollouts)
 
             # One optimizer step.
+            microbatches = updates.microbatches(number)
+            if config.train.trace and index == 0:
+                trace(microbatches[0], language_model)
             seed_step(config.train.seed, index)
             statistics = PolicyStatistics(loss, accelerator.device)
             result = train_step(
                 model,
-                updates.microbatches(number),
+                microbatches,
                 loss,
                 optimizer,
                 lr=learning_rate(index),
                 grad_clip=config.train.grad_clip,
                 accelerator=accelerator,
+                check_gradients=index == 0 and updates.has_signal(number) and not language_model.is_moe,
                 observe=statistics,
             )
             note_first_step()

@@ -56,5 +56,4 @@ def answer_of(completion: str) -> str:
 
 
 def _is_tagged(completion: str) -> float:
-    return float(_NUMBER = re.compile(r"-?\d+(?:,\d{3})*(?:\.\d+)?")
-_ONE_ANSWER_AT_THE_END.fullmatch(completion) is not None)
+    return float(_ONE_ANSWER_AT_THE_END.fullmatch(completion) is not None)

@@ -62,7 +62,7 @@ class PolicyEvaluation:
         self.context = context
         self.device = device
         rank, world_size = rank_and_world()
-        problems = list(environment.heldout)[: config.max_problems]
+        problems = list(environment.heldout)[: config.max_rows]
         self.problems: list[tuple[int, Problem]] = list(enumerate(problems))[rank::world_size]
         self.verdict = next(iter(environment.rewards))
 

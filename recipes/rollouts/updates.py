@@ -92,6 +92,10 @@ class Updates:
         """Places in the stream of prompts that an update trains on, each once."""
         return sorted({rollout.prompt for rollout in self.rollouts_of(update)})
 
+    def has_signal(self, update: int) -> bool:
+        """Whether any advantage of an update that is trained is not 0."""
+        return any(rollout.advantage and not rollout.is_masked for rollout in self.rollouts_of(update))
+
     def rollouts_of(self, update: int) -> list[Rollout]:
         """Rollouts of an update, over all ranks."""
         return [self.rollouts[i] for i in self.members[update]]

@@ -30,10 +30,8 @@ def announce(
     accelerator: Accelerator,
 ) -> None:
     """Say before the first step what will be trained, and write data_ledger.json."""
-    if config.train.trace:
-        torch.autograd.set_detect_anomaly(True)
-        if loader.step < loader.num_steps:
-            show_microbatch(loader.microbatches(loader.step)[0], language_model.tokenizer)
+    if config.train.trace and loader.step < loader.num_steps:
+        trace(loader.microbatches(loader.step)[0], language_model)
     parameters = list(language_model.scoring.parameters())
     trained, total = sum(p.numel() for p in parameters if p.requires_grad), sum(p.numel() for p in parameters)
     log.info(
@@ -58,6 +56,12 @@ def announce(
     if accelerator.is_main_process:
         heldout = None if data.heldout_ledger is None else data.heldout_ledger.as_dict()
         write_json(run_dir / "data_ledger.json", data.ledger.as_dict() | {"heldout": heldout})
+
+
+def trace(batch: Mapping[str, Any], language_model: LanguageModel) -> None:
+    """Show a microbatch token by token, and let torch name the operation that makes a gradient NaN from now on."""
+    torch.autograd.set_detect_anomaly(True)
+    show_microbatch(batch, language_model.tokenizer)
 
 
 def outside_the_promise(config: CommonConfig, *, is_moe: bool) -> list[str]:

