@@ -50,7 +50,7 @@ class FakeServer(ThreadingHTTPServer):
         self.served = [{"id": "policy-7b", "root": "/models/policy-7b", "max_model_len": 64, "parent": None}]
         self.is_processed = True
         self.resets_refused = 0
-        self.running = self.most_running = 0
+        self.running = self.most_running = self.running_at_reload = 0
         self.lock = threading.Lock()
 
     @property
@@ -68,6 +68,7 @@ class FakeServer(ThreadingHTTPServer):
             return {"object": "list", "data": self.served}
         if path == "/collective_rpc":
             assert body["method"] == "reload_weights"
+            self.running_at_reload = max(self.running_at_reload, self.running)
             self.weights = load_file(Path(body["kwargs"]["weights_path"]) / "model.safetensors")
             return {"results": [None]}
         if path == "/v1/load_lora_adapter":
@@ -484,6 +485,19 @@ def test_a_folder_that_cannot_be_written(server: FakeServer, tmp_path: Path) -> 
         sampler(tmp_path, server, sync_dir=str(tmp_path / "file" / "weights"))
 
 
+def test_a_full_disk_leaves_nothing_behind(server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fill(model: LanguageModel, folder: Path, **options: Any) -> None:
+        folder.mkdir()
+        raise OSError(28, "No space left on device")
+
+    with closing(sampler(tmp_path, server)) as vllm:
+        monkeypatch.setattr("recipes.rollouts.vllm.export_model", fill)
+        with pytest.raises(RolloutError, match=r"weights cannot be written to .*No space left"):
+            vllm.update_weights()
+        assert vllm.policy_version == 0
+        assert [folder.name for folder in (tmp_path / "weights").iterdir()] == ["version-0"]
+
+
 def test_a_batch_has_one_version(server: FakeServer, tmp_path: Path) -> None:
     with closing(sampler(tmp_path, server)) as vllm, ThreadPoolExecutor(1) as other:
         server.delay_s = 0.02
@@ -493,5 +507,6 @@ def test_a_batch_has_one_version(server: FakeServer, tmp_path: Path) -> None:
             time.sleep(0.001)
         vllm.update_weights()
         assert {completion.policy_version for completion in batch.result()} == {0}
+        assert server.running_at_reload == 0
         assert server.paths()[first:] == [*["/v1/completions"] * 16, "/collective_rpc", "/reset_prefix_cache"]
         assert {completion.policy_version for completion in vllm.sample(requests(2), Sampling())} == {1}
