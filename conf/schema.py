@@ -246,7 +246,7 @@ class TinyWarmConfig(TinyModelConfig):
     _target_: str = "recipes.models.warm.build"
     rows: str = "recipes.environments.largest_digit.warm_up_rows"  # function (seed) -> chat rows to learn from
     warmup_draws: int = 16  # times that rows are drawn, each with a seed of its own
-    warmup_steps: int = 300  # supervised steps
+    warmup_steps: int = 200  # supervised steps
     warmup_batch_size: int = 64  # rows a step
     warmup_lr: float = 2e-3  # highest learning rate
 

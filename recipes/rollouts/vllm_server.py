@@ -69,7 +69,7 @@ class VLLMServer:
                 retries,
                 status_forcelist=_TRY_AGAIN,
                 allowed_methods=None,  # POST too: a completion depends on its own request alone
-                backoff_factor=backoff_s,
+                backoff_factor=backoff_s / 2,  # urllib3 doubles it before its first use
                 backoff_max=_LONGEST_PAUSE_S,
                 raise_on_status=False,
             ),
