@@ -10,6 +10,7 @@
 PYTHON ?= python3
 TORCH_INDEX ?=
 ARGS ?=
+VLLM_VENV ?= .venv-vllm
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
@@ -35,7 +36,12 @@ test: .venv/installed
 	$(TEST_ENV) $(BIN)/python -m pytest
 
 test-all: .venv/installed .venv/smollm2
-	$(TEST_ENV) $(BIN)/python -m pytest -m "not gpu"
+	$(TEST_ENV) $(BIN)/python -m pytest -m "not gpu and not vllm"
+
+# vLLM pins another PyTorch, so it has an environment of its own (3.4 GB); VLLM_VENV names one that is there already.
+vllm: .venv/installed
+	PYTHON=$(PYTHON) TORCH_INDEX=$(TORCH_INDEX) sh scripts/make_vllm_env.sh $(VLLM_VENV)
+	VLLM_VENV=$(VLLM_VENV) $(TEST_ENV) $(BIN)/python -m pytest -m vllm tests/recipes/rollouts/test_vllm_server.py
 
 check: .venv/installed
 	$(BIN)/ruff format --check .
