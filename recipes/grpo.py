@@ -93,7 +93,7 @@ def train(config: GRPOConfig, run_dir: Path) -> float | None:
         run.record({"step": 0} | evaluation.run(step=0))
 
     progress = TrainingProgress(num_steps, run.state.step, watch="reward/mean")
-    updates = None if batches.batch is None else Updates(batches.batch, config)  # a resume may find a batch half done
+    updates = Updates(batches.batch, config)  # a resume may find a batch half done
     with Interrupt() as interrupt, progress, batches:
         for index in range(run.state.step, num_steps):
             step, started = index + 1, time.perf_counter()

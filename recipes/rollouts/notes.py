@@ -72,15 +72,15 @@ def announce(
         config.updates_per_batch,
         per_step,
     )
-    options = {"eps": config.advantage.eps, "std": config.advantage.std.value}
+    eps, std = config.advantage.eps, config.advantage.std.value
     text = objective_text(
-        loss, config.advantage.name, group_size=config.rollout.group_size, samples=per_step, **options
+        loss, config.advantage.name, group_size=config.rollout.group_size, samples=per_step, eps=eps, std=std
     )
     log.info("objective:\n  %s", text.replace("\n", "\n  "))
     log.info("  groups without variance are %s", _ZERO_VARIANCE[config.rollout.zero_variance])
     if rollouts.reference is not None:
         log.info("  ref: %s", "the base, adapters off" if rollouts.reference.is_base else "a frozen copy of the model")
-    log.info("%s", worked_example(loss, config.advantage.name, **options))
+    log.info("%s", worked_example(loss, config.advantage.name, eps, std))
     if config.rollout.max_staleness > 0:
         log.info(
             "asynchronous: batches are sampled while training steps, at most %d policy version(s) old; such a run does "

@@ -67,13 +67,14 @@ class Updates:
     the batch and the pass.
 
     Args:
-        batch: Groups to train on.
+        batch: Groups to train on; None is a batch without any.
         config: Options.
     """
 
-    def __init__(self, batch: RolloutBatch, config: GRPOConfig):
+    def __init__(self, batch: RolloutBatch | None, config: GRPOConfig):
         count = config.updates_per_batch
-        self.rollouts = batch.rollouts
+        number = 0 if batch is None else batch.index
+        self.rollouts = [] if batch is None else batch.rollouts
         self.config = config
         self.is_packed = config.collate.layout == Layout.packed
         size = len(self.rollouts)
@@ -82,9 +83,7 @@ class Updates:
         for epoch in range(config.rollout.epochs):
             order = np.arange(size)
             if count > 1 and size:
-                order = shuffled(
-                    size, config.train.seed, epoch=batch.index * config.rollout.epochs + epoch, stream=_SHUFFLE
-                )
+                order = shuffled(size, config.train.seed, epoch=number * config.rollout.epochs + epoch, stream=_SHUFFLE)
             self.members += [part.tolist() for part in np.array_split(order, parts)]
         self.parts = parts
 
