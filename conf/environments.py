@@ -7,7 +7,7 @@ from omegaconf import MISSING
 
 from conf.closed import ConfigError
 from conf.policy import EnvironmentConfig
-from conf.schema import _fraction, _paths
+from conf.ranges import check_paths, fraction
 
 __all__ = [
     "ArithmeticConfig",
@@ -89,10 +89,10 @@ class FileEnvironmentConfig(EnvironmentConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _paths("environment.path", self.path)
+        check_paths("environment.path", self.path)
         if self.eval_path is not None:
-            _paths("environment.eval_path", self.eval_path)
-        _fraction("environment.eval_fraction", self.eval_fraction)
+            check_paths("environment.eval_path", self.eval_path)
+        fraction("environment.eval_fraction", self.eval_fraction)
         if self.eval_path is not None and self.eval_fraction > 0:
             raise ConfigError(
                 "environment.eval_path and environment.eval_fraction are both set: choose one source of "

@@ -12,17 +12,13 @@ from typing import Any
 from omegaconf import MISSING
 
 from conf.closed import ConfigError
+from conf.ranges import above_zero, at_least, fraction, from_zero, one_of
 from conf.schema import (
     Aggregation,
     CommonConfig,
     CrossEntropyConfig,
     LossConfig,
     Scope,
-    _above_zero,
-    _at_least,
-    _fraction,
-    _from_zero,
-    _one_of,
 )
 
 # ------------------------------------------------------------------------------------------------------------- choices
@@ -107,7 +103,7 @@ class KLConfig:
     place: KLPlace = KLPlace.loss  # a term of the loss, or a deduction from the reward
 
     def __post_init__(self) -> None:
-        _from_zero("loss.kl.coef", self.coef)
+        from_zero("loss.kl.coef", self.coef)
         if self.place == KLPlace.reward and self.estimator != KLEstimator.k1:
             raise ConfigError(
                 f"loss.kl.estimator={self.estimator.name} with loss.kl.place=reward: the reward takes k1; give "
@@ -127,8 +123,8 @@ class PolicyLossConfig(LossConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _above_zero("loss.correction_cap", self.correction_cap)
-        _from_zero("loss.correction_low", self.correction_low)
+        above_zero("loss.correction_cap", self.correction_cap)
+        from_zero("loss.correction_low", self.correction_low)
         if self.correction_low > 0 and self.correction == Correction.truncate:
             raise ConfigError(
                 f"loss.correction_low={self.correction_low} with loss.correction=truncate: a lower bound belongs to "
@@ -156,8 +152,8 @@ class ClippedLossConfig(PolicyLossConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _fraction("loss.clip_low", self.clip_low, closed=True)
-        _from_zero("loss.clip_high", self.clip_high)
+        fraction("loss.clip_low", self.clip_low, closed=True)
+        from_zero("loss.clip_high", self.clip_high)
 
 
 @dataclass
@@ -202,7 +198,7 @@ class DROConfig(PolicyLossConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _from_zero("loss.beta", self.beta)
+        from_zero("loss.beta", self.beta)
 
 
 # ------------------------------------------------------------------------------------------------------ other groups
@@ -220,8 +216,8 @@ class AdvantageConfig:
     eps: float = 1e-6  # added to a standard deviation
 
     def __post_init__(self) -> None:
-        _one_of("advantage.name", self.name, ADVANTAGES, "choose another by advantage=<name>")
-        _from_zero("advantage.eps", self.eps)
+        one_of("advantage.name", self.name, ADVANTAGES, "choose another by advantage=<name>")
+        from_zero("advantage.eps", self.eps)
 
 
 @dataclass
@@ -248,10 +244,10 @@ class RolloutConfig:
 
     def __post_init__(self) -> None:
         for name in ("prompts_per_step", "group_size", "max_new_tokens", "batch_size", "epochs", "max_refills"):
-            _at_least(f"rollout.{name}", getattr(self, name), 1)
+            at_least(f"rollout.{name}", getattr(self, name), 1)
         for name in ("max_staleness", "top_k", "show", "show_every"):
-            _at_least(f"rollout.{name}", getattr(self, name), 0)
-        _above_zero("rollout.temperature", self.temperature)
+            at_least(f"rollout.{name}", getattr(self, name), 0)
+        above_zero("rollout.temperature", self.temperature)
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"rollout.top_p={self.top_p}: accepted are numbers above 0 up to 1")
         if (self.overlong == Overlong.penalty) != (self.penalty_tokens is not None):
@@ -294,10 +290,10 @@ class VLLMRolloutConfig(RolloutConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _above_zero("rollout.timeout_s", self.timeout_s)
-        _from_zero("rollout.backoff_s", self.backoff_s)
-        _at_least("rollout.retries", self.retries, 0)
-        _at_least("rollout.concurrency", self.concurrency, 1)
+        above_zero("rollout.timeout_s", self.timeout_s)
+        from_zero("rollout.backoff_s", self.backoff_s)
+        at_least("rollout.retries", self.retries, 0)
+        at_least("rollout.concurrency", self.concurrency, 1)
         if not self.servers:
             raise ConfigError("rollout.servers=[]: give at least one address, for example [http://127.0.0.1:8000]")
 
@@ -315,10 +311,10 @@ class EnvironmentConfig:
     timeout_s: float = 10.0  # of a call of a reward function
 
     def __post_init__(self) -> None:
-        _above_zero("environment.timeout_s", self.timeout_s)
+        above_zero("environment.timeout_s", self.timeout_s)
         for name in ("train_size", "eval_size"):
             if getattr(self, name) is not None:
-                _at_least(f"environment.{name}", getattr(self, name), 1)
+                at_least(f"environment.{name}", getattr(self, name), 1)
         _check_rewards(self.rewards)
 
 
@@ -333,9 +329,9 @@ class PolicyEvalConfig:
 
     def __post_init__(self) -> None:
         for name in ("every_steps", "samples", "show_samples"):
-            _at_least(f"eval.{name}", getattr(self, name), 0)
+            at_least(f"eval.{name}", getattr(self, name), 0)
         if self.max_rows is not None:
-            _at_least("eval.max_rows", self.max_rows, 1)
+            at_least("eval.max_rows", self.max_rows, 1)
 
 
 @dataclass

@@ -10,12 +10,12 @@ of the recipe's own class. Options of policy-gradient training: `conf.policy`.
 
 from dataclasses import dataclass, field
 from enum import Enum
-from math import inf
 from typing import Any
 
 from omegaconf import MISSING
 
 from conf.closed import ConfigError
+from conf.ranges import above_zero, at_least, check_paths, fraction, from_zero, one_of
 
 _LARGEST_SEED = 2**63 - 1  # a generator's seed is a signed 64-bit number
 
@@ -156,9 +156,9 @@ class LoraConfig:
     export: LoraExport = LoraExport.merged  # what final/ holds
 
     def __post_init__(self) -> None:
-        _at_least("model.lora.rank", self.rank, 0)
-        _above_zero("model.lora.alpha", self.alpha)
-        _fraction("model.lora.dropout", self.dropout)
+        at_least("model.lora.rank", self.rank, 0)
+        above_zero("model.lora.alpha", self.alpha)
+        fraction("model.lora.dropout", self.dropout)
         modules = self.target_modules
         if modules != "all-linear" and not (isinstance(modules, list) and all(isinstance(m, str) for m in modules)):
             raise ConfigError(
@@ -187,7 +187,7 @@ class ModelConfig:
     lora: LoraConfig = field(default_factory=LoraConfig)  # low-rank adapters
 
     def __post_init__(self) -> None:
-        _fraction("model.dropout", self.dropout)
+        fraction("model.dropout", self.dropout)
 
 
 @dataclass
@@ -231,7 +231,7 @@ class TinyModelConfig(ModelConfig):
         super().__post_init__()
         _refuse_name("tiny", self.name)
         for name in ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "max_positions"):
-            _at_least(f"model.{name}", getattr(self, name), 1)
+            at_least(f"model.{name}", getattr(self, name), 1)
         if self.hidden_size % self.num_heads or self.num_heads % self.num_kv_heads:
             raise ConfigError(
                 f"model.hidden_size={self.hidden_size}, model.num_heads={self.num_heads}, "
@@ -253,8 +253,8 @@ class TinyWarmConfig(TinyModelConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("warmup_draws", "warmup_steps", "warmup_batch_size"):
-            _at_least(f"model.{name}", getattr(self, name), 1)
-        _above_zero("model.warmup_lr", self.warmup_lr)
+            at_least(f"model.{name}", getattr(self, name), 1)
+        above_zero("model.warmup_lr", self.warmup_lr)
 
 
 @dataclass
@@ -272,13 +272,13 @@ class DataConfig:
     max_rows: int | None = None  # use the first n rows only
 
     def __post_init__(self) -> None:
-        _paths("data.path", self.path)
+        check_paths("data.path", self.path)
         if self.eval_path is not None:
-            _paths("data.eval_path", self.eval_path)
-        _fraction("data.eval_fraction", self.eval_fraction)
-        _at_least("data.max_length", self.max_length, 1)
+            check_paths("data.eval_path", self.eval_path)
+        fraction("data.eval_fraction", self.eval_fraction)
+        at_least("data.max_length", self.max_length, 1)
         if self.max_rows is not None:
-            _at_least("data.max_rows", self.max_rows, 1)
+            at_least("data.max_rows", self.max_rows, 1)
         if self.eval_path is not None and self.eval_fraction > 0:
             raise ConfigError("data.eval_path and data.eval_fraction are both set: choose one source of held-out rows")
 
@@ -309,9 +309,9 @@ class CollateConfig:
 
     def __post_init__(self) -> None:
         if self.pad_seq_len_divisible is not None:
-            _at_least("collate.pad_seq_len_divisible", self.pad_seq_len_divisible, 1)
+            at_least("collate.pad_seq_len_divisible", self.pad_seq_len_divisible, 1)
         if self.max_tokens is not None:
-            _at_least("collate.max_tokens", self.max_tokens, 1)
+            at_least("collate.max_tokens", self.max_tokens, 1)
         if self.layout == Layout.padded and self.max_tokens is not None:
             raise ConfigError(
                 f"collate.max_tokens={self.max_tokens} with collate=padded: a token budget belongs to collate=packed; "
@@ -349,7 +349,7 @@ class LossConfig:
                 "divisor a sequence of aggregation=constant; set both or neither"
             )
         if self.max_tokens is not None:
-            _at_least("loss.max_tokens", self.max_tokens, 1)
+            at_least("loss.max_tokens", self.max_tokens, 1)
 
 
 @dataclass
@@ -370,11 +370,11 @@ class OptimConfig:
     eps: float = 1e-8  # added to the denominator
 
     def __post_init__(self) -> None:
-        _above_zero("optim.lr", self.lr)
-        _from_zero("optim.weight_decay", self.weight_decay)
-        _fraction("optim.beta1", self.beta1)
-        _fraction("optim.beta2", self.beta2)
-        _above_zero("optim.eps", self.eps)
+        above_zero("optim.lr", self.lr)
+        from_zero("optim.weight_decay", self.weight_decay)
+        fraction("optim.beta1", self.beta1)
+        fraction("optim.beta2", self.beta2)
+        above_zero("optim.eps", self.eps)
 
 
 @dataclass
@@ -386,10 +386,10 @@ class SchedulerConfig:
 
     def __post_init__(self) -> None:
         self._check_name("constant")
-        _at_least("scheduler.warmup_steps", self.warmup_steps, 0)
+        at_least("scheduler.warmup_steps", self.warmup_steps, 0)
 
     def _check_name(self, *options: str) -> None:
-        _one_of("scheduler.name", self.name, options, "choose another schedule by scheduler=<name>")
+        one_of("scheduler.name", self.name, options, "choose another schedule by scheduler=<name>")
 
 
 @dataclass
@@ -400,8 +400,8 @@ class DecayingSchedulerConfig(SchedulerConfig):
 
     def __post_init__(self) -> None:
         self._check_name("linear", "cosine")
-        _at_least("scheduler.warmup_steps", self.warmup_steps, 0)
-        _fraction("scheduler.min_ratio", self.min_ratio, closed=True)
+        at_least("scheduler.warmup_steps", self.warmup_steps, 0)
+        fraction("scheduler.min_ratio", self.min_ratio, closed=True)
 
 
 @dataclass
@@ -412,9 +412,9 @@ class WSDSchedulerConfig(DecayingSchedulerConfig):
 
     def __post_init__(self) -> None:
         self._check_name("wsd")
-        _at_least("scheduler.warmup_steps", self.warmup_steps, 0)
-        _fraction("scheduler.min_ratio", self.min_ratio, closed=True)
-        _fraction("scheduler.decay_fraction", self.decay_fraction, closed=True)
+        at_least("scheduler.warmup_steps", self.warmup_steps, 0)
+        fraction("scheduler.min_ratio", self.min_ratio, closed=True)
+        fraction("scheduler.decay_fraction", self.decay_fraction, closed=True)
 
 
 @dataclass
@@ -433,8 +433,8 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         if self.max_steps is not None:
-            _at_least("train.max_steps", self.max_steps, 1)
-        _at_least("train.epochs", self.epochs, 1)
+            at_least("train.max_steps", self.max_steps, 1)
+        at_least("train.epochs", self.epochs, 1)
         if self.max_steps is not None and self.epochs != 1:
             raise ConfigError(
                 f"train.epochs={self.epochs} with train.max_steps={self.max_steps}: max_steps alone decides the "
@@ -443,10 +443,10 @@ class TrainConfig:
         if not 0 <= self.seed <= _LARGEST_SEED:
             raise ConfigError(f"train.seed={self.seed}: accepted are whole numbers from 0 to {_LARGEST_SEED}")
         if self.global_batch_size is not None:
-            _at_least("train.global_batch_size", self.global_batch_size, 1)
+            at_least("train.global_batch_size", self.global_batch_size, 1)
         if self.microbatch_size is not None:
-            _at_least("train.microbatch_size", self.microbatch_size, 1)
-        _from_zero("train.grad_clip", self.grad_clip)
+            at_least("train.microbatch_size", self.microbatch_size, 1)
+        from_zero("train.grad_clip", self.grad_clip)
 
 
 @dataclass
@@ -461,12 +461,12 @@ class EvalConfig:
     score: str = "recipes.training.answers.exact_match"  # score(completion, row) -> float in [0, 1]
 
     def __post_init__(self) -> None:
-        _at_least("eval.every_steps", self.every_steps, 0)
-        _at_least("eval.batch_size", self.batch_size, 1)
-        _at_least("eval.max_new_tokens", self.max_new_tokens, 1)
-        _at_least("eval.show_samples", self.show_samples, 0)
+        at_least("eval.every_steps", self.every_steps, 0)
+        at_least("eval.batch_size", self.batch_size, 1)
+        at_least("eval.max_new_tokens", self.max_new_tokens, 1)
+        at_least("eval.show_samples", self.show_samples, 0)
         if self.max_rows is not None:
-            _at_least("eval.max_rows", self.max_rows, 1)
+            at_least("eval.max_rows", self.max_rows, 1)
 
 
 @dataclass
@@ -478,8 +478,8 @@ class CheckpointConfig:
     resume: str = "none"  # none, auto (newest complete checkpoint of the run folder), or a checkpoint's or run's path
 
     def __post_init__(self) -> None:
-        _at_least("checkpoint.every_steps", self.every_steps, 0)
-        _at_least("checkpoint.keep", self.keep, 1)
+        at_least("checkpoint.every_steps", self.every_steps, 0)
+        at_least("checkpoint.keep", self.keep, 1)
 
 
 @dataclass
@@ -489,7 +489,7 @@ class LoggerConfig:
     name: str = MISSING  # the group option sets it
 
     def __post_init__(self) -> None:
-        _one_of("logger.name", self.name, ("none", "tensorboard"), "choose another tracker by logger=<name>")
+        one_of("logger.name", self.name, ("none", "tensorboard"), "choose another tracker by logger=<name>")
 
 
 @dataclass
@@ -502,8 +502,8 @@ class WandbConfig(LoggerConfig):
     mode: str = "online"  # online, offline, disabled
 
     def __post_init__(self) -> None:
-        _one_of("logger.name", self.name, ("wandb",), "choose another tracker by logger=<name>")
-        _one_of("logger.mode", self.mode, ("online", "offline", "disabled"))
+        one_of("logger.name", self.name, ("wandb",), "choose another tracker by logger=<name>")
+        one_of("logger.mode", self.mode, ("online", "offline", "disabled"))
 
 
 @dataclass
@@ -514,7 +514,7 @@ class LaunchConfig:
 
     def __post_init__(self) -> None:
         if self.num_processes is not None:
-            _at_least("launch.num_processes", self.num_processes, 1)
+            at_least("launch.num_processes", self.num_processes, 1)
 
 
 @dataclass
@@ -575,51 +575,8 @@ class SFTConfig(CommonConfig):
             raise ConfigError("train.global_batch_size=null: accepted are whole numbers from 1")
 
 
-# ------------------------------------------------------------------------------------------------------------- helpers
-
-
-def _at_least(key: str, value: int, low: int) -> None:
-    if value < low:
-        raise ConfigError(f"{key}={value}: accepted are whole numbers from {low}")
-
-
 def _refuse_name(option: str, name: str | None) -> None:
     if name is not None:
         raise ConfigError(
             f"model.name={name} with model={option}: a folder or hub id belongs to model=hf, so give that"
         )
-
-
-def _above_zero(key: str, value: float) -> None:
-    if not 0 < value < inf:
-        raise ConfigError(f"{key}={value}: accepted are finite numbers above 0")
-
-
-def _from_zero(key: str, value: float) -> None:
-    if not 0 <= value < inf:
-        raise ConfigError(f"{key}={value}: accepted are finite numbers from 0")
-
-
-def _fraction(key: str, value: float, *, closed: bool = False) -> None:
-    if not (0 <= value < 1 or (closed and value == 1)):
-        raise ConfigError(f"{key}={value}: accepted are numbers from 0 to 1{'' if closed else ' (1 excluded)'}")
-
-
-def _one_of(key: str, value: str, options: tuple[str, ...], otherwise: str | None = None) -> None:
-    if value != MISSING and value not in options:
-        accepted = f"accepted {'is' if len(options) == 1 else 'are'} {', '.join(options)}"
-        raise ConfigError(f"{key}={value}: {accepted}{f' ({otherwise})' if otherwise else ''}")
-
-
-def _paths(key: str, value: Any) -> None:
-    """A path is a string, or a non-empty list of strings and of mappings {path, weight} with a positive weight."""
-    for entry in value if isinstance(value, list) and value else [value]:
-        if isinstance(entry, str) and entry:
-            continue
-        weight = entry.get("weight", 1) if isinstance(entry, dict) and isinstance(value, list) else None
-        is_positive = isinstance(weight, int | float) and not isinstance(weight, bool) and 0 < weight < inf
-        if not is_positive or not isinstance(entry.get("path"), str) or not entry.keys() <= {"path", "weight"}:
-            raise ConfigError(
-                f"{key}={value!r}: accepted are a path, or a list like [a.jsonl,{{path: b.jsonl, weight: 0.5}}] with "
-                "weights above 0"
-            )

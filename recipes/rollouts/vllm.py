@@ -11,11 +11,9 @@ every server has done so. Sampling and hand-over exclude each other: a batch has
 """
 
 import contextlib
-import dataclasses
 import hashlib
 import logging
 import math
-import os
 import shutil
 import threading
 import time
@@ -31,9 +29,11 @@ from torch import Tensor
 from conf.policy import VLLMRolloutConfig, WeightSync
 from conf.schema import LoraExport
 from recipes.models.build import LanguageModel
-from recipes.models.export import export_model
+from recipes.models.scoring import base_of
+from recipes.models.tied import is_tied
 from recipes.rollouts.sampler import Completion, RolloutError, SampleRequest, Sampling
 from recipes.rollouts.vllm_server import AnswerError, VLLMServer, find_model, is_same, read_choice
+from recipes.rollouts.vllm_weights import write_weights
 from recipes.training.answers import stop_ids
 from recipes.training.ranks import rank_and_world, wait_for_ranks
 
@@ -253,7 +253,8 @@ class VLLMSampler:
         if rank_and_world()[0] != 0:
             return
         name, folder = self._language_model.config.name, self._sync_dir / "base"
-        if name is not None and all(is_same(name, model.root) for model in self._models):
+        is_from_root = name is not None and all(is_same(name, model.root) for model in self._models)
+        if is_from_root and not is_tied(base_of(self._language_model.model)):  # a checkpoint lacks a tied head
             sources = [model.root for model in self._models]
         else:
             state = self._language_model.model.state_dict()
@@ -264,22 +265,13 @@ class VLLMSampler:
         shutil.rmtree(folder, ignore_errors=True)
 
     def _write(self, folder: Path, export: LoraExport, state_dict: Mapping[str, Tensor] | None = None) -> None:
-        """Write what the servers are to load; the folder appears whole or not at all."""
-        model_config = self._language_model.config
-        model_config = dataclasses.replace(model_config, lora=dataclasses.replace(model_config.lora, export=export))
-        language_model = dataclasses.replace(self._language_model, config=model_config)
-        aside = folder.with_name(f"{folder.name}.tmp-{os.getpid()}")
         try:
-            export_model(language_model, aside, state_dict=state_dict, verify=False)
-            shutil.rmtree(folder, ignore_errors=True)
-            aside.rename(folder)
+            write_weights(self._language_model, folder, export, state_dict)
         except OSError as error:
             raise RolloutError(
                 f"weights cannot be written to {self._sync_dir} ({error}); give rollout.sync_dir=<folder that the "
                 "servers can read>"
             ) from error
-        finally:
-            shutil.rmtree(aside, ignore_errors=True)
 
     def _load(self, server: VLLMServer, folder: Path) -> None:
         """Load new weights, and forget what was computed with the old ones."""

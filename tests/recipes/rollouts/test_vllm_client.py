@@ -69,7 +69,8 @@ class FakeServer(ThreadingHTTPServer):
         if path == "/collective_rpc":
             assert body["method"] == "reload_weights"
             self.running_at_reload = max(self.running_at_reload, self.running)
-            self.weights = load_file(Path(body["kwargs"]["weights_path"]) / "model.safetensors")
+            files = sorted(Path(body["kwargs"]["weights_path"]).glob("*.safetensors"))
+            self.weights = {name: tensor for file in files for name, tensor in load_file(file).items()}
             return {"results": [None]}
         if path == "/v1/load_lora_adapter":
             assert body["load_inplace"]
@@ -435,6 +436,27 @@ def test_weights_that_are_not_finite_are_not_handed_over(server: FakeServer, tmp
         assert [folder.name for folder in (tmp_path / "weights").iterdir()] == ["version-0"]
 
 
+@pytest.mark.parametrize("shard_size", [None, "4KB"])
+def test_a_tied_head_is_handed_over_under_its_own_name(
+    server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shard_size: str | None
+) -> None:
+    model = tiny(tie_embeddings=True)
+    if shard_size:
+        save = type(model.model).save_pretrained
+        monkeypatch.setattr(
+            type(model.model), "save_pretrained", lambda *args, **kw: save(*args, max_shard_size=shard_size, **kw)
+        )
+    with closing(sampler(tmp_path, server, model=model)):
+        (folder,) = (tmp_path / "weights").iterdir()
+        embedding = model.model.get_input_embeddings().weight
+        for name in ("lm_head.weight", "model.embed_tokens.weight"):
+            torch.testing.assert_close(server.weights[name], embedding.detach(), rtol=0, atol=0)
+        index = folder / "model.safetensors.index.json"
+        assert index.exists() == (shard_size is not None)
+        if index.exists():
+            assert json.loads(index.read_text())["weight_map"].keys() == server.weights.keys()
+
+
 def test_adapters_are_merged_into_the_weights(server: FakeServer, tmp_path: Path) -> None:
     model = tiny(rank=2)
     base = model.model.get_base_model()
@@ -491,7 +513,7 @@ def test_a_full_disk_leaves_nothing_behind(server: FakeServer, tmp_path: Path, m
         raise OSError(28, "No space left on device")
 
     with closing(sampler(tmp_path, server)) as vllm:
-        monkeypatch.setattr("recipes.rollouts.vllm.export_model", fill)
+        monkeypatch.setattr("recipes.rollouts.vllm_weights.export_model", fill)
         with pytest.raises(RolloutError, match=r"weights cannot be written to .*No space left"):
             vllm.update_weights()
         assert vllm.policy_version == 0

@@ -80,19 +80,23 @@ def wait_for(url: str, process: subprocess.Popen, log: Path) -> None:
     pytest.fail(f"vLLM did not start (exit code {process.poll()}):\n" + "\n".join(log.read_text().splitlines()[-30:]))
 
 
-def trained(folder: Path | None, rank: int = 0) -> LanguageModel:
+def trained(folder: Path | None, rank: int = 0, is_tied: bool = False) -> LanguageModel:
     """The model of a folder, or a new one; the heads of 32 are a size that vLLM has CPU kernels for."""
     lora = LoraConfig(rank=rank, alpha=2.0 * rank or 1.0)
     if folder is not None:
         return build_model(HFModelConfig(name=str(folder), lora=lora), seed=0)
     shape = {"hidden_size": 64, "intermediate_size": 128, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1}
-    return build_model(TinyModelConfig(lora=lora, **shape), seed=0)
+    return build_model(TinyModelConfig(lora=lora, tie_embeddings=is_tied, **shape), seed=0)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("served") / "tiny"
-    model = trained(None)
+    """A model whose head is its embedding, which a server has to be told twice."""
+    return new_folder(tmp_path_factory.mktemp("served") / "tied", is_tied=True)
+
+
+def new_folder(folder: Path, is_tied: bool) -> Path:
+    model = trained(None, is_tied=is_tied)
     change(model, 1.0)
     export_model(model, folder)
     return folder
@@ -143,13 +147,17 @@ def difference(model: LanguageModel, completions: Sequence[Completion], temperat
     return float((expected - got).abs().max())
 
 
-def test_a_server_with_its_defaults(folder: Path, tmp_path: Path) -> None:
+def test_a_server_with_its_defaults(tmp_path: Path) -> None:
     """raw_logprobs is vLLM's own default: good for temperature 1 alone."""
+    folder = new_folder(tmp_path / "untied", is_tied=False)
     model = trained(folder)
     with (
         serve(folder, tmp_path / "server.log", "--logprobs-mode", "raw_logprobs") as url,
         closing(sampler(url, model, tmp_path)) as vllm,
     ):
+        assert difference(model, vllm.sample(REQUESTS, Sampling())) < TOLERANCE
+        change(model, 0.3)
+        vllm.update_weights()
         assert difference(model, vllm.sample(REQUESTS, Sampling())) < TOLERANCE
         with pytest.raises(RolloutError, match=r"temperature=0\.7.*--logprobs-mode processed_logprobs"):
             vllm.sample(REQUESTS, Sampling(temperature=0.7))
