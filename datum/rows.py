@@ -21,7 +21,7 @@ from typing import Any
 
 from datum.errors import DataError
 
-__all__ = ["FORMATS", "Row", "checked_row", "read_hub", "read_rows", "row_form"]
+__all__ = ["FORMATS", "Row", "checked_row", "read_hub", "read_records", "read_rows", "row_form"]
 
 _KEYS: dict[str, tuple[tuple[str, ...], ...]] = {  # form -> alternatives of keys that must all be there
     "messages": (("messages",),),
@@ -84,6 +84,28 @@ def read_rows(path: Any, *, format: str = "auto", max_rows: int | None = None) -
         if count == 0 and left > 0:
             raise DataError(f"{location}: no rows; a data set needs at least one")
         left -= count
+
+
+def read_records(path: Any) -> Iterator[Row]:
+    """Read JSON objects of any columns, as `read_rows` reads rows: nothing is asked of their keys.
+
+    Args:
+        path: As for `read_rows`.
+
+    Raises:
+        DataError: A path that leads nowhere, an entry without records, a malformed line or file, or a record that is no
+            object; names file and line. Raised while iterating.
+    """
+    for source, (location, weight) in enumerate(_entries(path)):
+        count = 0
+        for file in _files(location):
+            for data, where in _read_file(file):
+                if not isinstance(data, dict):
+                    raise DataError(f"{where}: a record must be a JSON object, got {type(data).__name__}")
+                count += 1
+                yield Row(data, where, source, weight)
+        if count == 0:
+            raise DataError(f"{location}: no records; at least one is needed")
 
 
 def read_hub(

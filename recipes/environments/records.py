@@ -7,7 +7,7 @@ from typing import Any
 from conf.closed import ConfigError
 from conf.environments import FileEnvironmentConfig
 from datum.errors import DataError
-from datum.rows import Row, _entries, _files, _read_file
+from datum.rows import Row, read_records
 from recipes.environments.environment import Problem, first
 
 __all__ = ["read_problems"]
@@ -46,18 +46,10 @@ def read_problems(
 
 
 def _records(path: Any) -> Iterator[Row]:
-    for location, weight in _entries(path):
-        if weight != 1:
-            raise ConfigError(f"environment.path: {location} has weight {weight:g}; files of problems have no weights")
-        count = 0
-        for file in _files(location):
-            for data, where in _read_file(file):
-                if not isinstance(data, dict):
-                    raise DataError(f"{where}: a problem must be a JSON object, got {type(data).__name__}")
-                count += 1
-                yield Row(data, where)
-        if count == 0:
-            raise DataError(f"{location}: no problems; an environment needs at least one")
+    for row in read_records(path):
+        if row.weight != 1:
+            raise ConfigError(f"environment.path: {row.where} has weight {row.weight:g}; files of problems have none")
+        yield row
 
 
 def _unique(problem: Problem, where: str, places: dict[str, str]) -> Problem:

@@ -448,7 +448,7 @@ def test_parquet_rows(tmp_path):
 @pytest.mark.parametrize(
     ("records", "text"),
     [
-        ([], "{path}: no problems; an environment needs at least one"),
+        ([], "{path}: no records; at least one is needed"),
         ([{"prompt": "a?"}, {"prompt": "a?"}], "{path}:2: the prompt is that of {path}:1; every prompt is asked once"),
         ([{"answer": "4"}], "{path}:1: a problem has either prompt or messages, this one has the keys answer"),
         ([{"prompt": "a", "messages": []}], "{path}:1: a problem has either prompt or messages"),
@@ -459,7 +459,7 @@ def test_parquet_rows(tmp_path):
             [{"messages": [{"role": "assistant", "content": "x"}]}],
             "{path}:1: the messages end with the assistant's turn",
         ),
-        ([7], "{path}:1: a problem must be a JSON object, got int"),
+        ([7], "{path}:1: a record must be a JSON object, got int"),
     ],
 )
 def test_wrong_rows_are_named_by_file_and_line(tmp_path, records, text):
@@ -482,7 +482,7 @@ def test_file_options_that_contradict_each_other(tmp_path):
         rows_config(path, eval_size=3)
     with pytest.raises(ConfigError, match=r"environment.train_size=2: there are 1 problems"):
         rows.build(rows_config(path, train_size=2), 0)
-    with pytest.raises(ConfigError, match="has weight 2; files of problems have no weights"):
+    with pytest.raises(ConfigError, match="has weight 2; files of problems have none"):
         rows.build(RowsConfig(rewards=REWARDS, path=[{"path": str(path), "weight": 2}]), 0)
     with pytest.raises(DataError, match=r"problems.jsonl: environment.eval_fraction=0.5 of 1 distinct rows leaves"):
         rows.build(rows_config(path, eval_fraction=0.5), 0)
