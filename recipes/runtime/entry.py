@@ -74,7 +74,11 @@ def run(name: str, train: Train, argv: Sequence[str]) -> int:
 def _run(name: str, train: Train, argv: Sequence[str]) -> int:
     line = CommandLine(name, argv)
     if line.shows_only:
-        line.show()
+        try:
+            line.show()
+            sys.stdout.flush()
+        except BrokenPipeError:  # the reader, `head` for example, has seen enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     if line.is_sweep():
         return _sweep(name, line)

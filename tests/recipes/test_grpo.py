@@ -240,3 +240,43 @@ def test_a_prompt_set_without_prompts_is_refused(grpo, tmp_path, capsys):
     empty.write_text("")
     assert grpo(tmp_path / "run", f"environment.path={empty}") == 2
     assert "empty.jsonl" in capsys.readouterr().err
+
+
+def test_stale_samples_need_a_loss_that_looks_at_logprobs(grpo, tmp_path, capsys):
+    own = [
+        "loss=importance_sampling",
+        "loss._target_=grpo_losses.Reinforce",
+        "allow_targets=[grpo_rewards,grpo_losses]",
+    ]
+    assert grpo(tmp_path / "run", *own, "rollout.max_staleness=1") == 2
+    assert "it ignores logprobs" in capsys.readouterr().err
+    assert grpo(tmp_path / "run", *own, "train.max_steps=1") == 0
+
+
+def test_a_server_that_is_not_there_ends_the_run_with_1(grpo, tmp_path, capsys):
+    server = ["rollout=vllm", "rollout.servers=[http://127.0.0.1:9]", "rollout.retries=1", "rollout.backoff_s=0.01"]
+    assert grpo(tmp_path / "run", *server, "rollout.model=m") == 1
+    error = capsys.readouterr().err
+    assert "rollout error: " in error and "http://127.0.0.1:9" in error and "Traceback" not in error
+
+
+def test_the_first_update_is_explained(grpo, tmp_path, capfd):
+    assert grpo(tmp_path / "run", "train.max_steps=1", "rollout.show=2") == 0
+    text = (tmp_path / "run" / "run.log").read_text()
+    for part in ("objective:", "aggregation=token", "example: two prompts", "first update: loss", "rollouts of step 1"):
+        assert part in text
+    assert "not 0: watch train/grad_norm" in text
+
+
+def test_an_evaluation_is_greedy_sampled_and_pass_at_k(grpo, tmp_path, prompts_path):
+    options = [f"environment.eval_path={prompts_path.parent / 'held.jsonl'}", "eval.every_steps=2", "eval.samples=3"]
+    (prompts_path.parent / "held.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"Tell {n}"}) + "\n" for n in range(5))
+    )
+    assert grpo(tmp_path / "run", *options) == 0
+    rows = rows_of(tmp_path / "run")
+    evaluated = [row for row in rows if "eval/accuracy" in row]
+    assert [row["step"] for row in evaluated] == [0, 2, 4]
+    for row in evaluated:
+        assert 0 <= row["eval/sampled_accuracy"] <= row["eval/pass_at_3"] <= 1
+    assert json.loads((tmp_path / "run" / "objective.json").read_text())["name"] == "eval/accuracy"
