@@ -1,11 +1,11 @@
 """The demo's task: "Which is the largest of 3, 7, 5?", where a supervised warm-up teaches the form but not the answer.
 
-Held out are combinations: none of their orders is trained. Which ones they are depends on no seed, so a model that was
-warmed up in another run has seen none of them either.
+Held out are combinations, the same share of every answer's: none of their orders is trained. Which ones they are depends
+on no seed, so a model that was warmed up in another run has seen none of them either.
 """
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations_with_replacement, permutations
 from typing import Any
 
@@ -52,6 +52,7 @@ def _problems(
     combinations = list(combinations_with_replacement(_DIGITS, count))
     split = random.Random(_SPLIT_SEED)
     split.shuffle(combinations)
+    combinations.sort(key=_place_among_equals(combinations))
     held_out = round(_HELD_OUT * len(combinations)) if eval_size is None else eval_size
     if held_out >= len(combinations):
         raise ConfigError(
@@ -64,6 +65,18 @@ def _problems(
     if train_size is not None and train_size > len(ordered):
         raise ConfigError(f"environment.train_size={train_size}: there are {len(ordered)} questions to train on")
     return [_problem(digits, system_prompt) for digits in ordered[:train_size]], heldout
+
+
+def _place_among_equals(combinations: Sequence[Sequence[int]]) -> Callable[[Sequence[int]], float]:
+    """Key by which the first n of the combinations hold about the same share of every answer, rounded down.
+
+    Otherwise chance would hold out all that have 0 or 1 as their answer, since they are few.
+    """
+    places: dict[Sequence[int], float] = {}
+    for answer in _DIGITS:
+        equals = [digits for digits in combinations if max(digits) == answer]
+        places |= {digits: (number + 1) / len(equals) for number, digits in enumerate(equals)}
+    return places.__getitem__
 
 
 def _problem(digits: Sequence[int], system_prompt: str | None) -> Problem:

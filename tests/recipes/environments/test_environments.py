@@ -178,7 +178,7 @@ def test_a_system_prompt_comes_first():
     ("name", "options", "text"),
     [
         ("largest_digit", {"eval_size": 220}, "environment.eval_size=220: there are 220 combinations of 3 digits"),
-        ("largest_digit", {"train_size": 1001}, "environment.train_size=1001: there are 814 "),
+        ("largest_digit", {"train_size": 1001}, "environment.train_size=1001: there are 818 "),
         ("largest_digit", {"digits": 9}, "environment.digits=9: accepted are whole numbers from 2 to 5"),
         ("arithmetic", {"max_operand": 3, "eval_size": 10}, "there are 10 pairs of numbers from 0 to 3"),
         ("arithmetic", {"max_operand": 3, "train_size": 99}, "environment.train_size=99: there are 14 problems"),
@@ -543,3 +543,10 @@ def test_environments_import_no_torch():
     code = "; ".join(["import sys", *(f"import recipes.environments.{file.stem}" for file in files)])
     code += "; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, cwd=ROOT).returncode == 0
+
+
+@pytest.mark.parametrize("size", [None, 10, 100])
+def test_every_largest_digit_stays_among_the_answers_that_are_trained(size):
+    rewards = {"correct": {"function": "recipes.environments.largest_digit.correct"}}
+    environment = largest_digit.build(LargestDigitConfig(eval_size=size, rewards=rewards), 0)
+    assert {problem.row["answer"] for problem in environment.train} == set("0123456789")
