@@ -1,7 +1,7 @@
 """The demo's task: "Which is the largest of 3, 7, 5?", where a supervised warm-up teaches the form but not the answer.
 
-Held out are combinations, the same share of every answer's: none of their orders is trained. Which ones they are depends
-on no seed, so a model that was warmed up in another run has seen none of them either.
+Held out are combinations, the same share of every answer's: none of their orders is trained. Which ones they are
+depends on no seed, so a model that was warmed up in another run has seen none of them either.
 """
 
 import random
