@@ -237,6 +237,7 @@ def _targets(config: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
     for field in dataclasses.fields(config):
         key, value = f"{prefix}{field.name}", getattr(config, field.name)
         if field.name == "_target_" or key in _FUNCTION_NAMES:
-            yield key, value
+            if value is not None:
+                yield key, value
         elif dataclasses.is_dataclass(value):
             yield from _targets(value, f"{key}.")

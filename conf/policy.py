@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from math import inf
 from typing import Any
+from urllib.parse import urlsplit
 
 from omegaconf import MISSING
 
@@ -19,6 +20,7 @@ from conf.schema import (
     CrossEntropyConfig,
     LossConfig,
     Scope,
+    TinyWarmConfig,
 )
 
 # ------------------------------------------------------------------------------------------------------------- choices
@@ -203,6 +205,8 @@ class DROConfig(PolicyLossConfig):
 
 # ------------------------------------------------------------------------------------------------------ other groups
 
+_HAS_WARM_UP = tuple(f"recipes.environments.{name}" for name in ("largest_digit", "arithmetic", "calculator"))
+
 ADVANTAGES = ("group_mean", "grpo", "rloo", "batch_std", "reinforce_pp", "none")
 NEEDS_GROUP = ("group_mean", "grpo", "rloo", "batch_std")
 
@@ -296,6 +300,11 @@ class VLLMRolloutConfig(RolloutConfig):
         at_least("rollout.concurrency", self.concurrency, 1)
         if not self.servers:
             raise ConfigError("rollout.servers=[]: give at least one address, for example [http://127.0.0.1:8000]")
+        for server in self.servers:
+            if not _is_address(server):
+                raise ConfigError(
+                    f"rollout.servers: {server} is no address; accepted are those like http://127.0.0.1:8000"
+                )
 
 
 @dataclass
@@ -345,6 +354,7 @@ class GRPOConfig(CommonConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._choose_warm_up()
         rollout, loss = self.rollout, self.loss
         if self.attention.scope == Scope.xdoc:
             raise ConfigError(
@@ -353,8 +363,8 @@ class GRPOConfig(CommonConfig):
             )
         if isinstance(loss, CrossEntropyConfig):
             raise ConfigError(
-                f"loss._target_={loss._target_} in recipes.grpo: it reads neither advantages nor logprobs, so rewards "
-                "would have no effect; use importance_sampling, ppo, grpo, dapo, cispo, gspo or dro"
+                "loss=cross_entropy in recipes.grpo: it reads neither advantages nor logprobs, so rewards would have "
+                "no effect; use importance_sampling, ppo, grpo, dapo, cispo, gspo or dro"
             )
         if rollout.group_size == 1 and self.advantage.name in NEEDS_GROUP:
             raise ConfigError(
@@ -373,11 +383,21 @@ class GRPOConfig(CommonConfig):
                 f"loss.correction={correction.name} with rollout.recompute_logprobs=false: without old logprobs of the "
                 "trainer there is no mismatch to correct; leave recompute_logprobs out"
             )
+        if isinstance(rollout, VLLMRolloutConfig) and rollout.sync == WeightSync.lora and self.model.lora.rank == 0:
+            raise ConfigError(
+                "rollout.sync=lora with model.lora.rank=0: there is no adapter to hand over; use sync=disk"
+            )
         if rollout.renormalises and correction == Correction.none:
             raise ConfigError(
                 f"rollout.top_p={rollout.top_p}, rollout.top_k={rollout.top_k}: the sampler's log-probabilities would "
                 "be of another kind than the trainer's; give loss.correction=truncate or mask, or top_p=1 and top_k=0"
             )
+
+    def _choose_warm_up(self) -> None:
+        """A model that is warmed up learns the form of this environment's answers, if it shows any."""
+        if isinstance(self.model, TinyWarmConfig) and self.model.rows is None:
+            module = self.environment._target_.rpartition(".")[0]
+            self.model.rows = f"{module if module in _HAS_WARM_UP else _HAS_WARM_UP[0]}.warm_up_rows"
 
     @property
     def updates_per_batch(self) -> int:
@@ -390,6 +410,14 @@ class GRPOConfig(CommonConfig):
         """Whether the trainer scores a rollout batch before its first update."""
         corrects = isinstance(self.loss, PolicyLossConfig) and self.loss.correction != Correction.none
         return corrects if self.rollout.recompute_logprobs is None else self.rollout.recompute_logprobs
+
+
+def _is_address(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
+    except ValueError:  # a port that is no port
+        return False
 
 
 def _check_rewards(rewards: Any) -> None:

@@ -244,7 +244,7 @@ class TinyWarmConfig(TinyModelConfig):
     """The tiny model after a short supervised warm-up, which teaches the form of an answer and not the answer."""
 
     _target_: str = "recipes.models.warm.build"
-    rows: str = "recipes.environments.largest_digit.warm_up_rows"  # function (seed) -> chat rows to learn from
+    rows: str | None = None  # function (seed) -> chat rows to learn from; null: those of the environment
     warmup_draws: int = 16  # times that rows are drawn, each with a seed of its own
     warmup_steps: int = 200  # supervised steps
     warmup_batch_size: int = 64  # rows a step

@@ -108,11 +108,10 @@ def train(config: GRPOConfig, run_dir: Path) -> float | None:
                     updates.score("old_logprobs", language_model.scoring, rollouts.exchange)
                 if reference is not None:
                     updates.score("ref_logprobs", reference, rollouts.exchange)
-                left_out = set_advantages(batch, config)
-                updates = Updates(batch, config)
-                batch_row = batch_metrics(batch, batches, left_out, list(environment.rewards))
+                set_advantages(batch, config)
+                batch_row = batch_metrics(batch, batches, list(environment.rewards))
                 if accelerator.is_main_process:
-                    write_rollouts(run_dir, step, batch, rollouts, left_out)
+                    write_rollouts(run_dir, step, batch, rollouts)
                 show_rollouts(config, batch, step, rollouts)
 
             # One optimizer step.

@@ -35,7 +35,18 @@ log = logging.getLogger(__name__)
 
 _START_S = 120.0  # importing a function's module; not part of any call's timeout
 _DRY_COMPLETIONS = 3  # more than one, so that a function which returns a single reward is found
-_BUGS = ("KeyError", "NameError", "ImportError", "ModuleNotFoundError")  # their cause is not the completion
+# Kinds of failure whose cause is the program and not a completion, if each call of a trial ends in one.
+_BUGS = (
+    "KeyError",
+    "NameError",
+    "ImportError",
+    "ModuleNotFoundError",
+    "TypeError",
+    "AttributeError",
+    "timeout",
+    "died",
+)
+_TIMEOUTS = 3  # calls for one completion that may time out before the rest of a batch abstains uncalled
 
 _BOOT = (
     "import sys, json; folders, descriptor, parent = json.loads(sys.argv[1]); sys.path[:] = folders; "
@@ -134,8 +145,8 @@ class RewardRunner:
         model writes.
 
         Raises:
-            RewardShapeError: A function returns the wrong shape, or each call for one completion ends in a KeyError, a
-                NameError or a missing import, which no other completion would help.
+            RewardShapeError: A function returns the wrong shape, or each call for one completion ends in a timeout, a
+                dead process, or an exception that no other completion would help (KeyError, TypeError, ...).
         """
         if not rows:
             return
@@ -173,13 +184,26 @@ class RewardRunner:
                     results = [results]
                 else:
                     self._report(name, results)
-                    single = [self._call(name, [c], [row]) for c, row in zip(completions, rows, strict=True)]
-                    results = [result if isinstance(result, _Failure) else result[0] for result in single]
+                    results = self._one_by_one(name, completions, rows)
         for place, result in enumerate(results):
             if isinstance(result, float) and not math.isfinite(result):
                 results[place] = _Failure("non-finite", f"returned {result}")
             if isinstance(results[place], _Failure):
                 self._report(name, results[place])
+        return results
+
+    def _one_by_one(self, name: str, completions: list[str], rows: list[Mapping[str, Any]]) -> list[Any]:
+        """Results of calls for one completion each; after some timeouts nobody waits for more of them."""
+        results: list[Any] = []
+        timeouts = 0
+        for completion, row in zip(completions, rows, strict=True):
+            if timeouts == _TIMEOUTS:
+                results.append(_Failure("timeout", f"timed out {_TIMEOUTS} times in a batch and was not called again"))
+                continue
+            result = self._call(name, [completion], [row])
+            is_failure = isinstance(result, _Failure)
+            timeouts += is_failure and result.kind == "timeout"
+            results.append(result if is_failure else result[0])
         return results
 
     def _call(self, name: str, completions: list[str], rows: list[Mapping[str, Any]]) -> Any:

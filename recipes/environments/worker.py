@@ -61,8 +61,9 @@ def serve(descriptor: int, parent: int) -> None:
 
 
 def _call(function: Any, completions: list[str], rows: list[Mapping[str, Any]]) -> tuple[str, Any]:
+    wanted = len(completions)  # before the function gets hold of the list
     try:
-        return _checked(function(completions, rows), len(completions))
+        return _checked(function(completions, rows), wanted)
     except BaseException as error:  # SystemExit too: a reward never ends the run
         return "raised", (type(error).__name__, _described(error))
     finally:

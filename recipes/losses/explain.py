@@ -43,10 +43,10 @@ def objective_text(
         eps: Added to a standard deviation.
         std: `sample` or `population`.
     """
-    divisor = f"({samples} sequences x {loss.max_tokens})"
+    divisor = f"(the step's sequences, {samples} where no group is dropped, x {loss.max_tokens})"
     lines = [
         f"loss = {_STEP_LOSS[loss.aggregation].format(divisor=divisor)}  (aggregation={loss.aggregation.value})",
-        f"{samples} completions a step, {group_size} a prompt; counts run over all microbatches and ranks",
+        f"up to {samples} completions a step, {group_size} a prompt; counts run over all microbatches and ranks",
     ]
     if isinstance(loss, PolicyLoss):
         rho = "" if loss.correction == "none" else "rho * "
@@ -98,9 +98,9 @@ def worked_example(loss: Loss, advantage_name: str, eps: float = 1e-6, std: str 
 def on_policy_note() -> str:
     """Return why a loss of 0 is no sign that nothing is learnt."""
     return (
-        "note: at the first update of a rollout batch every ratio is 1: none is clipped, and the loss is a mean of -A, "
-        "which a baseline makes 0 or nearly so. The gradient is that of -A p and is not 0: watch train/grad_norm and "
-        "reward/mean, not train/loss"
+        "note: a loss near 0 is no sign that nothing is learnt. At the first update of a rollout batch every ratio is "
+        "1, no ratio is clipped, and advantages with a baseline add up to about 0; the gradient, that of -A p, is not "
+        "0: watch train/grad_norm and reward/mean, not train/loss"
     )
 
 

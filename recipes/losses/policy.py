@@ -75,7 +75,10 @@ class PolicyLoss:
     def __init__(self, **options: Unpack[SharedOptions]) -> None:
         unknown = options.keys() - SharedOptions.__annotations__.keys()
         if unknown:
-            raise TypeError(f"{type(self).__name__} has no option {', '.join(sorted(unknown))}")
+            raise ConfigError(
+                f"loss: {type(self).__name__} has no option {', '.join(sorted(unknown))}; choose it by its own "
+                "loss=<name>"
+            )
         kl = options.get("kl") or KLConfig()
         self.max_tokens = options.get("max_tokens")
         self.aggregation = check_aggregation(options.get("aggregation", "token"), self.max_tokens)

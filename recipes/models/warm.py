@@ -9,6 +9,7 @@ import logging
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from conf.closed import ConfigError
 from conf.schema import Backend, DecayingSchedulerConfig, OptimConfig, TinyWarmConfig
 from datum.encode import RowEncoder, encode_rows
 from datum.loader import DatumLoader
@@ -39,11 +40,16 @@ def build(config: TinyWarmConfig, seed: int) -> tuple[PreTrainedModel, PreTraine
         Float32 model on the CPU and its tokenizer.
 
     Raises:
-        ConfigError: `rows` names no function.
+        ConfigError: `rows` names no such function.
     """
     model, tokenizer = tiny.build(config, seed)
-    draw = locate(config.rows, key="model.rows")
-    rows = [row for number in range(config.warmup_draws) for row in draw(seed + number)]
+    if config.rows is None:
+        raise ConfigError("model.rows is required: give model.rows=<function (seed) -> chat rows to warm up on>")
+    draw = locate(config.rows, [config.rows.partition(".")[0]], key="model.rows")  # allowed or not is checked before
+    try:
+        rows = [row for number in range(config.warmup_draws) for row in draw(seed + number)]
+    except TypeError as error:
+        raise ConfigError(f"model.rows={config.rows}: accepted is a function (seed) -> chat rows; {error}") from error
     encoder = RowEncoder(tokenizer, format="messages", mask=None, max_length=config.max_positions, overlong="error")
     data = encode_rows([Row(row, f"{config.rows} row {index}") for index, row in enumerate(rows)], encoder)
     loader = DatumLoader(

@@ -53,7 +53,6 @@ class RolloutBatches:
         self.max_staleness = max_staleness
         self.fingerprint = fingerprint
         self.batch: RolloutBatch | None = None
-        self.dropped_stale = 0  # groups of the newest batch
         self.trained = 0
         self._place = 0
         self._ahead: queue.Queue[RolloutBatch | Exception] = queue.Queue()
@@ -84,7 +83,7 @@ class RolloutBatches:
         else:
             batch = self._take()
         self._place = batch.next_place
-        self.dropped_stale = drop_stale(batch, self.trained, self.max_staleness)
+        drop_stale(batch, self.trained, self.max_staleness)
         self.batch = batch
         return batch
 
@@ -151,9 +150,8 @@ class RolloutBatches:
             self._ahead.put(error)
 
 
-def drop_stale(batch: RolloutBatch, version: int, max_staleness: int) -> int:
-    """Take groups out of which a sample is more than `max_staleness` versions old; returns how many."""
-    fresh = [g for g in batch.groups if version - min(rollout.policy_version for rollout in g) <= max_staleness]
-    count = len(batch.groups) - len(fresh)
-    batch.groups = fresh
-    return count
+def drop_stale(batch: RolloutBatch, version: int, max_staleness: int) -> None:
+    """Move groups of which a sample is more than `max_staleness` versions old to the batch's stale ones."""
+    ages = [version - min(rollout.policy_version for rollout in group) for group in batch.groups]
+    batch.stale += [group for group, age in zip(batch.groups, ages, strict=True) if age > max_staleness]
+    batch.groups = [group for group, age in zip(batch.groups, ages, strict=True) if age <= max_staleness]

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 
 from conf.closed import ConfigError
-from conf.policy import GRPOConfig, HFRolloutConfig, PolicyLossConfig
+from conf.policy import NEEDS_GROUP, GRPOConfig, HFRolloutConfig, Overlong, PolicyLossConfig
 from conf.schema import Layout
 from datum.errors import DataError
 from recipes.environments.environment import Environment
@@ -45,7 +45,7 @@ class Rollouts:
         sampler: The policy.
         encoder: Of conversations.
         reference: Frozen reference; None without a KL term.
-        exchange: Process group for what ranks tell each other; None with one process.
+        exchange: Process group in which ranks tell each other log-probabilities; None with one process.
     """
 
     batches: RolloutBatches
@@ -88,15 +88,30 @@ def build_environment(config: GRPOConfig) -> Environment:
         ConfigError: The target does not give an environment.
         DataError: There is no problem to train on.
     """
+    key = f"environment._target_={config.environment._target_}"
     target = locate(config.environment._target_, config.allow_targets, key="environment._target_")
-    environment = target(config.environment, config.train.seed)
+    try:
+        environment = target(config.environment, config.train.seed)
+    except (ConfigError, DataError):
+        raise
+    except Exception as error:  # code of the environment's own
+        raise ConfigError(
+            f"{key} failed with these options ({type(error).__name__}: {error}); it is called with the options of the "
+            "group and the seed"
+        ) from error
     if not isinstance(environment, Environment):
         raise ConfigError(
-            f"environment._target_={config.environment._target_} gave a {type(environment).__name__}: accepted is a "
-            "recipes.environments.environment.Environment"
+            f"{key} gave a {type(environment).__name__}: accepted is a recipes.environments.environment.Environment"
         )
+    if not environment.rewards:
+        raise ConfigError(f"{key} gives no reward: at least one is needed, the first of which is the verdict")
+    if environment.max_turns < 1:
+        raise ConfigError(f"{key} has max_turns={environment.max_turns}: accepted are whole numbers from 1")
     if not environment.train:
         raise DataError(f"environment {environment.name} has no problem to train on")
+    held_out = {problem.id for problem in environment.heldout}
+    if both := [problem.id for problem in environment.train if problem.id in held_out]:
+        raise DataError(f"environment {environment.name}: the problem {both[0]!r} is trained and held out")
     return environment
 
 
@@ -134,6 +149,16 @@ def build_rollouts(
             f"model.name={config.model.name}: neither its generation config nor its tokenizer names an end token, so "
             "no completion would ever end"
         )
+    if environment.max_turns > 1 and language_model.tokenizer.chat_template is None:
+        raise ConfigError(
+            f"environment {environment.name} has up to {environment.max_turns} turns, and the tokenizer has no chat "
+            "template to write them with"
+        )
+    if environment.max_turns > 1 and config.rollout.overlong == Overlong.penalty:
+        raise ConfigError(
+            f"rollout.overlong=penalty with environment {environment.name}, which has up to {environment.max_turns} "
+            "turns: the penalty is for completions of one turn; use rollout.overlong=mask or keep"
+        )
     encoder = ChatEncoder(language_model.tokenizer, stops)
     prompts = Prompts(environment.train, encoder, config.train.seed)
     context = _context(language_model)
@@ -141,16 +166,17 @@ def build_rollouts(
     has_reference = isinstance(config.loss, PolicyLossConfig) and config.loss.kl.coef > 0
     reference = Reference(language_model) if has_reference else None
     is_ahead = config.rollout.max_staleness > 0
-    sampler: Sampler = locate(config.rollout._target_, config.allow_targets, key="rollout._target_")(
-        config.rollout,
-        language_model,
-        seed=config.train.seed,
-        run_dir=run_dir,
-        autocast=accelerator.autocast,
-        own_copy=is_ahead,
-    )
-    # Ranks exchange rollouts in a group of their own, since a thread may do it while another exchanges gradients.
-    exchange = dist.new_group(backend="gloo") if rank_and_world()[1] > 1 else None
+    build = locate(config.rollout._target_, config.allow_targets, key="rollout._target_")
+    options = {"seed": config.train.seed, "run_dir": run_dir, "autocast": accelerator.autocast, "own_copy": is_ahead}
+    try:
+        sampler: Sampler = build(config.rollout, language_model, **options)
+    except (TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"rollout._target_={config.rollout._target_} does not build a sampler from these options ({error}); "
+            "choose one by rollout=hf or vllm"
+        ) from error
+    # Two threads may exchange objects at one time, and a third part gradients: each has a process group of its own.
+    sampled, exchange = (dist.new_group(backend="gloo") if rank_and_world()[1] > 1 else None for _ in range(2))
     collector = Collector(
         prompts,
         environment,
@@ -160,7 +186,8 @@ def build_rollouts(
         config.rollout,
         unfinished=config.environment.unfinished,
         context=context,
-        exchange=exchange,
+        needs_baseline=config.advantage.name in NEEDS_GROUP,
+        exchange=sampled,
     )
     batches = RolloutBatches(
         collector,

@@ -69,6 +69,8 @@ class RolloutBatch:
         next_place: Place in the stream of prompts behind this batch.
         groups: Groups to train on, in the order of their prompts.
         dropped: Groups without variance that were dropped.
+        no_baseline: Groups with fewer than two rewards, where the advantage needs them.
+        stale: Groups that were too old to train on.
         errors: Reward calls and replies that failed.
         rollout_s: Time that sampling and rewarding took on this rank.
     """
@@ -77,18 +79,20 @@ class RolloutBatch:
     next_place: int
     groups: list[Group] = field(default_factory=list)
     dropped: list[Group] = field(default_factory=list)
+    no_baseline: list[Group] = field(default_factory=list)
+    stale: list[Group] = field(default_factory=list)
     errors: int = 0
     rollout_s: float = 0.0
 
     @property
     def rollouts(self) -> list[Rollout]:
-        """All rollouts to train on."""
+        """Rollouts to train on."""
         return [rollout for group in self.groups for rollout in group]
 
     def state_dict(self) -> dict[str, Any]:
         """The batch as JSON can hold it; log-probabilities keep every bit, what only rewards read is left out."""
         bare = [[replace(rollout, row={}) for rollout in group] for group in self.groups]
-        return asdict(replace(self, groups=bare, dropped=[]))
+        return asdict(replace(self, groups=bare, dropped=[], no_baseline=[], stale=[]))
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> "RolloutBatch":
@@ -109,6 +113,7 @@ class Collector:
         config: Group size, lengths, what happens to groups without variance and to cut-off completions.
         unfinished: Reward of a completion that was cut off.
         context: Longest sequence of the model.
+        needs_baseline: A group needs two rewards at least.
         exchange: Process group for what ranks tell each other; None: the default one.
     """
 
@@ -123,6 +128,7 @@ class Collector:
         *,
         unfinished: Unfinished,
         context: int | None = None,
+        needs_baseline: bool = True,
         exchange: Any = None,
     ):
         self.prompts = prompts
@@ -133,6 +139,7 @@ class Collector:
         self.config = config
         self.unfinished = unfinished
         self.context = context
+        self.needs_baseline = needs_baseline
         self.exchange = exchange
         self.sampling = Sampling(config.temperature, config.top_p, config.top_k)
 
@@ -155,10 +162,16 @@ class Collector:
             batch.next_place += wanted
             batch.errors += errors
             for group in groups:
-                drop = self.config.zero_variance != ZeroVariance.keep and has_zero_variance(group)
-                (batch.dropped if drop else batch.groups).append(group)
+                self._fate(group, batch).append(group)
         batch.rollout_s = time.perf_counter() - started
         return batch
+
+    def _fate(self, group: Group, batch: RolloutBatch) -> list[Group]:
+        """Which of the batch's lists a group belongs to."""
+        if self.needs_baseline and sum(rollout.reward is not None for rollout in group) < 2:
+            return batch.no_baseline
+        drops = self.config.zero_variance != ZeroVariance.keep and has_zero_variance(group)
+        return batch.dropped if drops else batch.groups
 
     def _round(self, index: int, place: int, count: int) -> tuple[list[Group], int]:
         """Groups of `count` prompts from `place` on, of all ranks, and failed calls."""
@@ -232,5 +245,6 @@ def reward_rollouts(rollouts: Sequence[Rollout], rewards: RewardRunner, unfinish
 
 
 def has_zero_variance(group: Sequence[Rollout]) -> bool:
-    """Whether the rewards of a group that did not abstain are all equal; also where fewer than two are left."""
-    return len({rollout.reward for rollout in group if rollout.reward is not None}) < 2
+    """Whether a group has two rewards or more, those that abstained apart, and all of them are equal."""
+    rewards = [rollout.reward for rollout in group if rollout.reward is not None]
+    return len(rewards) > 1 and len(set(rewards)) == 1

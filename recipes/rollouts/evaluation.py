@@ -78,13 +78,13 @@ class PolicyEvaluation:
     def run(self, step: int) -> dict[str, float]:
         """Answer all problems and log the result; every rank must call it, and all get the same numbers.
 
-        A completion that abstains counts neither as right nor as wrong.
+        A completion that abstains counts neither as right nor as wrong, and its problem not in pass@k.
         """
         greedy = self._answer(step, Sampling(0.0), samples=1)
         sums = _Sums()
         for rollout in greedy:
             verdict = self._verdict(rollout)
-            sums.add("eval/accuracy", verdict)
+            sums.add("eval/accuracy", _is_right(verdict))
             sums.add("eval/reward", rollout.reward)
             sums.add("eval/truncated_frac", float(not rollout.is_finished))
         k = self.config.samples
@@ -93,10 +93,9 @@ class PolicyEvaluation:
             for start in range(0, len(sampled), k):
                 verdicts = [v for v in map(self._verdict, sampled[start : start + k]) if v is not None]
                 for verdict in verdicts:
-                    sums.add("eval/sampled_accuracy", verdict)
-                if verdicts:
-                    right = sum(verdict >= 1 for verdict in verdicts)
-                    sums.add(f"eval/pass_at_{k}", pass_at_k(len(verdicts), right, min(k, len(verdicts))))
+                    sums.add("eval/sampled_accuracy", _is_right(verdict))
+                if len(verdicts) == k:
+                    sums.add(f"eval/pass_at_{k}", pass_at_k(k, sum(verdict >= 1 for verdict in verdicts), k))
         row = sums.means(self.metrics(), self.device)
         log.info(
             "eval after step %d: %s", step, ", ".join(f"{key.removeprefix('eval/')} {v:.4f}" for key, v in row.items())
@@ -129,9 +128,7 @@ class PolicyEvaluation:
         return rollout.rewards.get(self.verdict)
 
     def _show(self, rollout: Rollout) -> None:
-        question = " ".join(
-            str(self.encoder.tokenizer.decode(list(rollout.prompt_ids), skip_special_tokens=True)).split()
-        )
+        question = " ".join(rollout.question.split())
         answer = " / ".join(rollout.completions)
         verdict = self._verdict(rollout)
         is_right = verdict is not None and verdict >= 1
@@ -149,6 +146,10 @@ def pass_at_k(n: int, right: int, k: int) -> float:
     (1.0, 0.5, 0.0)
     """
     return 1.0 - math.comb(n - right, k) / math.comb(n, k)
+
+
+def _is_right(verdict: float | None) -> float | None:
+    return None if verdict is None else float(verdict >= 1)
 
 
 class _Sums:

@@ -7,7 +7,7 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from conf.policy import GRPOConfig, ZeroVariance
+from conf.policy import GRPOConfig, Overlong, Unfinished, ZeroVariance
 from recipes.environments.environment import Environment
 from recipes.losses.explain import objective_text, on_policy_note, worked_example
 from recipes.losses.policy import PolicyLoss
@@ -22,6 +22,8 @@ from recipes.training.run import write_json
 __all__ = ["announce", "conclude", "explain_first_step", "show_rollouts"]
 
 log = logging.getLogger(__name__)
+
+_NEAR_ZERO = 0.05  # a loss that makes people ask whether anything is trained
 
 _ZERO_VARIANCE = {
     ZeroVariance.keep: "kept: their tokens count in the denominators",
@@ -51,6 +53,13 @@ def announce(
     )
     for note in language_model.notes:
         log.info("model: %s", note)
+    rows = getattr(config.model, "rows", None)
+    if rows is not None and rows.rpartition(".")[0] != config.environment._target_.rpartition(".")[0]:
+        log.warning(
+            "the model was warmed up on %s, not on this environment's answers, so rewards may be rare: give "
+            "model.rows=<function (seed) -> chat rows>, or start from a model of your own (model=hf model.name=…)",
+            rows,
+        )
     lengths = [len(ids) for ids in rollouts.collector.prompts.ids]
     log.info(
         "environment: %s, %d problems to train on, %d held out; prompts of %d to %d tokens; rewards %s",
@@ -78,6 +87,8 @@ def announce(
     )
     log.info("objective:\n  %s", text.replace("\n", "\n  "))
     log.info("  groups without variance are %s", _ZERO_VARIANCE[config.rollout.zero_variance])
+    for rule in reward_rules(config):
+        log.info("  %s", rule)
     if rollouts.reference is not None:
         log.info("  ref: %s", "the base, adapters off" if rollouts.reference.is_base else "a frozen copy of the model")
     log.info("%s", worked_example(loss, config.advantage.name, eps, std))
@@ -91,15 +102,31 @@ def announce(
         log.warning("layout invariance is not promised here: %s", reason)
 
 
+def reward_rules(config: GRPOConfig) -> list[str]:
+    """What becomes of the reward of a completion that is cut off or long, in words."""
+    rollout, rules = config.rollout, []
+    if config.environment.unfinished == Unfinished.zero:
+        rules.append("reward of a completion that is cut off: 0 (environment.unfinished=zero)")
+    if rollout.overlong == Overlong.mask:
+        rules.append("a completion that is cut off is not trained; its reward stays in the baseline (overlong=mask)")
+    if rollout.overlong == Overlong.penalty and rollout.penalty_tokens is not None:
+        start = rollout.max_new_tokens - rollout.penalty_tokens
+        rules.append(
+            f"reward less (length - {start}) / {rollout.penalty_tokens} from {start} tokens on, at most 1 less"
+        )
+    return rules
+
+
 def explain_first_step(row: Mapping[str, Any]) -> None:
     """Say after the first update why its loss may be 0."""
-    log.info(
-        "first update: loss %.3g, gradient norm %.3g, on policy %s",
-        row["train/loss"] or 0.0,
-        row["train/grad_norm"] or 0.0,
-        row["ratio/on_policy"],
-    )
-    if row["ratio/on_policy"]:
+    if row["train/loss"] is None:
+        log.info("first update: skipped, since no token was left to train")
+        return
+    loss, norm = row["train/loss"], row["train/grad_norm"]
+    log.info("first update: loss %.3g, gradient norm %.3g, on policy: %s", loss, norm, row["ratio/on_policy"])
+    if norm == 0:
+        log.info("note: no advantage differs from 0 in this batch, so nothing was learnt from it")
+    elif row["ratio/on_policy"] and abs(loss) < _NEAR_ZERO:
         log.info("%s", on_policy_note())
 
 
@@ -107,7 +134,7 @@ def show_rollouts(config: GRPOConfig, batch: RolloutBatch, step: int, rollouts: 
     """Log a table of the newest batch's last rollouts, every `rollout.show_every` batches."""
     options = config.rollout
     if options.show and options.show_every and batch.index % options.show_every == 0 and batch.groups:
-        log.info("%s", rollout_table(batch.rollouts[-options.show :], rollouts.encoder, f"rollouts of step {step}"))
+        log.info("%s", rollout_table(batch.rollouts[-options.show :], f"rollouts of step {step}"))
 
 
 def conclude(run_dir: Path, environment: Environment, accelerator: Accelerator) -> None:
@@ -124,6 +151,9 @@ def conclude(run_dir: Path, environment: Environment, accelerator: Accelerator) 
         name: sum(row.get(f"rollout/{name}") or 0 for row in rows)
         for name in ("groups", "dropped_zero_std", "dropped_no_baseline", "dropped_stale", "abstained", "masked")
     }
+    tokens = {
+        name: sum(row.get(f"rollout/{name}") or 0 for row in rows) for name in ("sampled_tokens", "trained_tokens")
+    }
     errors = sum(row.get("reward/errors") or 0 for row in rows)
     log.info(
         "groups: %d trained, %d dropped without variance, %d without a baseline, %d stale; completions: %d abstained, "
@@ -131,7 +161,13 @@ def conclude(run_dir: Path, environment: Environment, accelerator: Accelerator) 
         *totals.values(),
         errors,
     )
+    left = tokens["sampled_tokens"] - tokens["trained_tokens"]
+    log.info("tokens: %d sampled = %d trained + %d masked or in dropped groups", *tokens.values(), left)
+    if tokens["sampled_tokens"] and not tokens["trained_tokens"]:
+        log.warning(
+            "NOTHING WAS TRAINED: every completion abstained, was masked or was dropped; final/ is the first model"
+        )
     if accelerator.is_main_process:
         problems = {"problems": len(environment.train), "heldout": len(environment.heldout)}
-        write_json(run_dir / "data_ledger.json", problems | totals | {"reward_errors": errors})
+        write_json(run_dir / "data_ledger.json", problems | totals | tokens | {"reward_errors": errors})
     log.info("run folder: %s", run_dir)

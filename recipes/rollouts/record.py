@@ -28,6 +28,7 @@ __all__ = ["batch_metrics", "cut_back_rollouts", "metric_names", "rollout_table"
 _BATCH_METRICS = (
     *("reward/mean", "reward/std", "reward/frac_zero_std", "reward/errors"),
     *("rollout/length_mean", "rollout/truncated_frac", "rollout/abstained", "rollout/masked"),
+    *("rollout/sampled_tokens", "rollout/trained_tokens"),
     *("rollout/groups", "rollout/dropped_zero_std", "rollout/dropped_no_baseline", "rollout/dropped_stale"),
     *("rollout/policy_version", "rollout/staleness", "rollout/epoch", "time/rollout_s", "perf/rollout_tokens_per_s"),
 )
@@ -38,19 +39,16 @@ def metric_names(rewards: Sequence[str]) -> list[str]:
     return [*_BATCH_METRICS, *(f"reward/{name}" for name in rewards), *_STATISTICS]
 
 
-def batch_metrics(
-    batch: RolloutBatch, batches: RolloutBatches, no_baseline: Sequence[Rollout], rewards: Sequence[str]
-) -> dict[str, Any]:
+def batch_metrics(batch: RolloutBatch, batches: RolloutBatches, rewards: Sequence[str]) -> dict[str, Any]:
     """Metrics of a rollout batch, over all groups that were sampled, those that are not trained included.
 
     Args:
         batch: The batch, advantages set.
         batches: Where it came from.
-        no_baseline: Rollouts of groups without a baseline, which are no longer in the batch.
         rewards: Names of the reward functions.
     """
-    groups = [*batch.groups, *batch.dropped]
-    rollouts = [rollout for group in groups for rollout in group] + list(no_baseline)
+    groups = [*batch.groups, *batch.dropped, *batch.no_baseline, *batch.stale]
+    rollouts = [rollout for group in groups for rollout in group]
     given = [rollout.reward for rollout in rollouts if rollout.reward is not None]
     lengths = [rollout.num_sampled for rollout in rollouts]
     oldest = min((rollout.policy_version for rollout in rollouts), default=batches.trained)
@@ -63,10 +61,12 @@ def batch_metrics(
         "rollout/truncated_frac": float(np.mean([not r.is_finished for r in rollouts])) if rollouts else None,
         "rollout/abstained": len(rollouts) - len(given),
         "rollout/masked": sum(rollout.is_masked for rollout in batch.rollouts),
+        "rollout/sampled_tokens": sum(lengths),
+        "rollout/trained_tokens": sum(rollout.num_sampled for rollout in batch.rollouts if not rollout.is_masked),
         "rollout/groups": len(batch.groups),
         "rollout/dropped_zero_std": len(batch.dropped),
-        "rollout/dropped_no_baseline": len({rollout.prompt for rollout in no_baseline}),
-        "rollout/dropped_stale": batches.dropped_stale,
+        "rollout/dropped_no_baseline": len(batch.no_baseline),
+        "rollout/dropped_stale": len(batch.stale),
         "rollout/policy_version": oldest,
         "rollout/staleness": batches.trained - oldest,
         "rollout/epoch": batch.next_place / len(batches.collector.prompts),
@@ -84,9 +84,7 @@ def rollout_path(run_dir: Path, step: int) -> Path:
     return run_dir / "rollouts" / f"step-{step:08d}.jsonl"
 
 
-def write_rollouts(
-    run_dir: Path, step: int, batch: RolloutBatch, rollouts: Rollouts, left_out: Sequence[Rollout]
-) -> None:
+def write_rollouts(run_dir: Path, step: int, batch: RolloutBatch, rollouts: Rollouts) -> None:
     """Write every rollout of a batch, one JSON object a line, by temporary name and rename.
 
     Args:
@@ -94,13 +92,12 @@ def write_rollouts(
         step: The batch's first optimizer step, from 1.
         batch: Advantages set.
         rollouts: Where they came from.
-        left_out: Rollouts of groups without a baseline.
     """
     path = rollout_path(run_dir, step)
     path.parent.mkdir(exist_ok=True)
     aside = path.with_name(f".{path.name}.tmp")
-    groups = [(r, True) for r in batch.rollouts] + [(r, False) for g in batch.dropped for r in g]
-    groups += [(rollout, False) for rollout in left_out]
+    left_out = [*batch.dropped, *batch.no_baseline, *batch.stale]
+    groups = [(r, True) for r in batch.rollouts] + [(r, False) for group in left_out for r in group]
     with aside.open("w") as file:
         for rollout, is_trained in sorted(groups, key=lambda item: (item[0].prompt, item[0].sample)):
             line = _as_line(rollout, rollouts.encoder, rollouts.collector.sampling.logprob_kind)
@@ -144,21 +141,26 @@ def cut_back_rollouts(run_dir: Path, step: int, source: Path | None = None) -> N
             path.unlink()
 
 
-def rollout_table(rollouts: Sequence[Rollout], encoder: ChatEncoder, title: str, *, width: int = 110) -> str:
-    """A few rollouts as a table: the last line of the prompt's text, the completion, reward and advantage."""
+def _ending(text: str, width: int) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= width else f"…{line[1 - width :]}"
+
+
+def rollout_table(rollouts: Sequence[Rollout], title: str, *, width: int = 110) -> str:
+    """A few rollouts as a table: the end of the question, the completion, reward and advantage."""
     table = Table(title=title, title_justify="left", width=width)
     for name in ("prompt", "completion"):
         table.add_column(name, overflow="ellipsis", no_wrap=True, ratio=1)
     for name in ("reward", "advantage", "tokens"):
         table.add_column(name, justify="right")
     for rollout in rollouts:
-        question = " ".join(str(encoder.tokenizer.decode(list(rollout.prompt_ids), skip_special_tokens=True)).split())
         text = " / ".join(repr(completion)[1:-1] for completion in rollout.completions)
+        abstains = rollout.reward is None
         table.add_row(
-            question[-60:],
+            _ending(rollout.question, width // 3),
             text if rollout.is_finished else f"{text} (cut off)",
-            "-" if rollout.reward is None else f"{rollout.reward:.3g}",
-            "-" if rollout.advantage is None else f"{rollout.advantage:+.3f}",
+            "-" if abstains else f"{rollout.reward:.3g}",
+            "-" if abstains or rollout.advantage is None else f"{rollout.advantage:+.3f}",
             str(rollout.num_sampled),
             style="dim" if rollout.is_masked else None,
         )

@@ -1,7 +1,9 @@
 """Let the policy answer problems, in one turn or several, with ids in and ids out."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from recipes.environments.environment import Environment, Problem
 from recipes.rollouts.chat import ChatEncoder
@@ -9,6 +11,10 @@ from recipes.rollouts.rollout import Rollout
 from recipes.rollouts.sampler import Sampler, SampleRequest, Sampling
 
 __all__ = ["Attempt", "roll_out"]
+
+log = logging.getLogger(__name__)
+
+_reported: set[tuple[str, str]] = set()  # environment and kind of error: each is logged once
 
 
 @dataclass(frozen=True)
@@ -57,7 +63,14 @@ def roll_out(
         Rollouts without rewards.
     """
     rollouts = [
-        Rollout(attempt.problem.id, attempt.prompt, attempt.sample, attempt.prompt_ids, row=attempt.problem.row)
+        Rollout(
+            attempt.problem.id,
+            attempt.prompt,
+            attempt.sample,
+            attempt.prompt_ids,
+            question=str(attempt.problem.messages[-1]["content"]),
+            row=attempt.problem.row,
+        )
         for attempt in attempts
     ]
     conversations = [list(attempt.problem.messages) for attempt in attempts]
@@ -88,12 +101,13 @@ def roll_out(
                 continue
             try:
                 reply = environment.reply(problem, rollout.completions)
-            except Exception:  # the environment's own code: this rollout abstains, the others go on
+                if reply is None:
+                    continue
+                ids = encoder.reply_ids(conversations[i], _checked(reply), completion.ids[-1])
+            except Exception as error:  # the environment's own code: this rollout abstains, the others go on
                 rollout.failed = True
+                _report(environment, problem, error)
                 continue
-            if reply is None:
-                continue
-            ids = encoder.reply_ids(conversations[i], reply, completion.ids[-1])
             if context is not None and len(rollout.prompt_ids) + len(rollout.ids) + len(ids) + max_new_tokens > context:
                 rollout.is_finished = False
                 continue
@@ -106,3 +120,26 @@ def roll_out(
         if not open_ones:
             break
     return rollouts
+
+
+def _checked(reply: Any) -> list[dict[str, Any]]:
+    is_reply = isinstance(reply, Sequence) and all(
+        isinstance(m, dict) and {"role", "content"} <= m.keys() for m in reply
+    )
+    if not is_reply or not reply:
+        raise TypeError(f"reply is {reply!r:.200}; accepted are None and a list of messages with role and content")
+    return list(reply)
+
+
+def _report(environment: Environment, problem: Problem, error: Exception) -> None:
+    kind = environment.name, type(error).__name__
+    if kind not in _reported:
+        _reported.add(kind)
+        log.warning(
+            "environment %s: the reply to problem %s failed: %s: %s. Such rollouts abstain and are counted in "
+            "reward/errors; further failures of this kind are not logged",
+            environment.name,
+            problem.id,
+            type(error).__name__,
+            error,
+        )

@@ -30,6 +30,7 @@ class Rollout:
         completions: Text of each sampled turn.
         is_finished: The last turn ended by a stop id.
         policy_version: Of the oldest weights it was sampled from.
+        question: The last message of the prompt, to be shown.
         row: What rewards read of the problem.
         rewards: Each reward function's; None where it abstained.
         reward: Weighted sum; None where the rollout abstains.
@@ -50,6 +51,7 @@ class Rollout:
     completions: list[str] = field(default_factory=list)
     is_finished: bool = False
     policy_version: int = 0
+    question: str = ""
     row: Mapping[str, Any] = field(default_factory=dict)
     rewards: dict[str, float | None] = field(default_factory=dict)
     reward: float | None = None
@@ -65,8 +67,10 @@ class Rollout:
         return sum(self.sampled)
 
 
-def to_datum(rollout: Rollout) -> Datum:
+def to_datum(rollout: Rollout, *, unmasked: bool = False) -> Datum:
     """The Datum of a rollout: shifted by one, weight 1 at sampled ids, the advantage a number for the sequence.
+
+    All weights of a masked rollout are 0, unless `unmasked`.
 
     >>> rollout = Rollout("p", 0, 0, (5, 6), [7, 8, 9, 4], [1, 1, 0, 1], [-0.5, -1.0, 0.0, -2.0], advantage=1.5)
     >>> datum = to_datum(rollout)
@@ -77,7 +81,7 @@ def to_datum(rollout: Rollout) -> Datum:
     """
     ids = torch.tensor([*rollout.prompt_ids, *rollout.ids])
     before = len(rollout.prompt_ids) - 1  # targets that belong to the prompt
-    weight = 0.0 if rollout.is_masked else 1.0
+    weight = 0.0 if rollout.is_masked and not unmasked else 1.0
 
     def shifted(values: list[float] | list[int]) -> torch.Tensor:
         return torch.tensor([0.0] * before + [float(value) for value in values])

@@ -26,13 +26,10 @@ __all__ = ["Updates", "set_advantages"]
 _SHUFFLE = 7  # stream of the orders of a batch's samples
 
 
-def set_advantages(batch: RolloutBatch, config: GRPOConfig) -> list[Rollout]:
-    """Set the advantage of every rollout; groups with too few rewards for their baseline are taken out.
+def set_advantages(batch: RolloutBatch, config: GRPOConfig) -> None:
+    """Set the advantage of every rollout to train on.
 
     With loss.kl.place=reward a rollout's reward for this purpose is less by coef * sum(o - ref).
-
-    Returns:
-        The rollouts of the groups taken out.
     """
     loss = config.loss
     kl = loss.kl if isinstance(loss, PolicyLossConfig) and loss.kl.place == KLPlace.reward else None
@@ -47,16 +44,11 @@ def set_advantages(batch: RolloutBatch, config: GRPOConfig) -> list[Rollout]:
     advantages = group_advantages(
         rewards, config.advantage.name, eps=config.advantage.eps, std=config.advantage.std.value
     )
-    kept, left_out = [], []
     for group, values in zip(batch.groups, advantages, strict=True):
-        if values is None:
-            left_out += group
-            continue
+        if values is None:  # the collector has taken such groups out
+            raise AssertionError(f"the group of prompt {group[0].prompt} has too few rewards for its baseline")
         for rollout, value in zip(group, values, strict=True):
             rollout.advantage = value
-        kept.append(group)
-    batch.groups = kept
-    return left_out
 
 
 class Updates:
@@ -114,24 +106,32 @@ class Updates:
             exchange: Process group for what ranks tell each other.
         """
         scoring = scorer if isinstance(scorer, ScoringModel) else scorer.scoring
-        device, was_training = next(scoring.parameters()).device, scoring.training
+        was_training = scoring.training
         scoring.eval()
-        mine: list[tuple[int, list[float]]] = []
-        for update in range(self.parts):
-            rollouts = self.rollouts_of(update)
-            for members in self._plan(rollouts):
-                batch = self._collate([rollouts[i] for i in members])
-                batch = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in batch.items()}
-                tokens, selected, targets = select_tokens(batch)
-                scores = scorer(batch, targets, selected, temperature=self.config.rollout.temperature)
-                for number, member in enumerate(members):
-                    mine.append((self.members[update][member], scores.logprobs[tokens.sequence == number].tolist()))
+        mine = [scored for update in range(self.parts) for scored in self._score(self.members[update], scorer, False)]
+        # Tokens that are not trained are scored apart, so that the trained ones stand as they will in the update.
+        mine += self._score([i for i, rollout in enumerate(self.rollouts) if rollout.is_masked], scorer, True)
         scoring.train(was_training)
         for index, values in _gather(mine, exchange):
-            rollout = self.rollouts[index]
-            trained = iter(values)
-            full = [next(trained) if sampled and not rollout.is_masked else 0.0 for sampled in rollout.sampled]
-            setattr(rollout, name, full)
+            rollout, given = self.rollouts[index], iter(values)
+            setattr(rollout, name, [next(given) if sampled else 0.0 for sampled in rollout.sampled])
+
+    def _score(
+        self, indices: Sequence[int], scorer: ScoringModel | Reference, unmasked: bool
+    ) -> list[tuple[int, list[float]]]:
+        """Log-probabilities of the sampled tokens of this rank's share of some rollouts, by index."""
+        scoring = scorer if isinstance(scorer, ScoringModel) else scorer.scoring
+        device = next(scoring.parameters()).device
+        rollouts, scored = [self.rollouts[i] for i in indices], []
+        for members in self._plan(rollouts):
+            batch = self._collate([rollouts[i] for i in members], unmasked=unmasked)
+            batch = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in batch.items()}
+            tokens, selected, targets = select_tokens(batch)
+            scores = scorer(batch, targets, selected, temperature=self.config.rollout.temperature)
+            for number, member in enumerate(members):
+                if unmasked or not rollouts[member].is_masked:
+                    scored.append((indices[member], scores.logprobs[tokens.sequence == number].tolist()))
+        return scored
 
     def _plan(self, rollouts: Sequence[Rollout]) -> list[list[int]]:
         rank, world_size = rank_and_world()
@@ -147,12 +147,12 @@ class Updates:
         )
         return plan[rank]
 
-    def _collate(self, rollouts: Sequence[Rollout]) -> dict[str, Any]:
+    def _collate(self, rollouts: Sequence[Rollout], *, unmasked: bool = False) -> dict[str, Any]:
         if not rollouts:
             example = to_datum(self.rollouts[0] if self.rollouts else Rollout("", 0, 0, (0, 0)))
             return make_filler(example.loss_fn_inputs, packed=self.is_packed)
         return collate_datums(
-            [to_datum(rollout) for rollout in rollouts],
+            [to_datum(rollout, unmasked=unmasked) for rollout in rollouts],
             packed=self.is_packed,
             pad_seq_len_divisible=self.config.collate.pad_seq_len_divisible,
         )

@@ -87,4 +87,4 @@ class TrainingProgress:
 
 
 def _number(value: float | int | None) -> str:
-    return "-" if value is None else f"{value:.4f}"
+    return "-" if value is None else f"{value:.4f}".replace("-0.0000", "0.0000")

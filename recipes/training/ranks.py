@@ -44,7 +44,8 @@ def start_accelerator(precision: Precision, num_processes: int | None = None) ->
     if num_processes is not None and num_processes != started:
         raise ConfigError(
             f"launch.num_processes={num_processes}, but the launcher started {started}: use torchrun --nproc-per-node "
-            f"{num_processes} -m recipes.sft (accelerate launch --cpu starts one process whatever its --num_processes)"
+            f"{num_processes} -m recipes.<name> (accelerate launch --cpu starts one process, whatever its "
+            "--num_processes)"
         )
     accelerator = Accelerator(
         # Without cpu=True, ranks started on a machine without a GPU each take themselves for the only one.

@@ -280,3 +280,30 @@ def test_an_evaluation_is_greedy_sampled_and_pass_at_k(grpo, tmp_path, prompts_p
     for row in evaluated:
         assert 0 <= row["eval/sampled_accuracy"] <= row["eval/pass_at_3"] <= 1
     assert json.loads((tmp_path / "run" / "objective.json").read_text())["name"] == "eval/accuracy"
+
+
+def test_a_masked_completion_is_scored_all_the_same(grpo, tmp_path):
+    """Its divergence counts in the baseline: where policy and reference agree, nothing is moved."""
+    options = [
+        *("loss.kl.coef=0.5", "loss.kl.estimator=k1", "loss.kl.place=reward", "advantage=rloo", "train.max_steps=1"),
+        *("rollout.overlong=mask", "rollout.max_new_tokens=3"),
+    ]
+    for recompute in ("true", "false"):
+        run_dir = tmp_path / recompute
+        assert grpo(run_dir, *options, f"rollout.recompute_logprobs={recompute}", rewards="constant") == 0
+        lines = rollouts_of(run_dir, 1)
+        assert any(not line["is_trained"] for line in lines)
+        for line in lines:
+            assert line["ref_logprobs"] == pytest.approx(line["logprobs"], abs=1e-5)
+            assert line["advantage"] == pytest.approx(0.0, abs=1e-4)
+
+
+def test_groups_with_too_few_rewards_are_left_out_and_counted_apart(grpo, tmp_path):
+    counted = []
+    for policy in ("keep", "drop"):
+        options = ["train.max_steps=1", "rollout.group_size=2", "rollout.prompts_per_step=6"]
+        assert grpo(tmp_path / policy, *options, f"rollout.zero_variance={policy}", rewards="sometimes") == 0
+        row = rows_of(tmp_path / policy)[0]
+        counted.append(row["rollout/dropped_no_baseline"])
+        assert row["rollout/groups"] + row["rollout/dropped_no_baseline"] + row["rollout/dropped_zero_std"] == 6
+    assert counted[0] == counted[1] > 0

@@ -54,3 +54,11 @@ def test_two_ranks_sample_and_train_as_one_and_resume_on_one(grpo, prompts_path,
     for one, other in zip(alone, rows_of(tmp_path / "elsewhere"), strict=True):
         assert one["train/loss"] == pytest.approx(other["train/loss"], abs=1e-5)
         assert one["train/weight_total"] == other["train/weight_total"]
+
+
+def test_two_threads_of_two_ranks_talk_past_each_other(prompts_path, tmp_path):
+    """One samples ahead, the other exchanges log-probabilities of the reference."""
+    options = ["loss.kl.coef=0.1", "rollout.max_staleness=1", "train.max_steps=25", "rollout.recompute_logprobs=true"]
+    two = on_two_ranks(prompts_path, tmp_path / "two", *options)
+    assert two.returncode == 0, two.stderr
+    assert [row["rollout/staleness"] for row in rows_of(tmp_path / "two")] == [0, *[1] * 24]

@@ -119,3 +119,17 @@ def process_id(completions, rows):
 
 def only_completions(completions):
     return [0.0] * len(completions)
+
+
+def takes_one_away(completions, rows):
+    completions.pop()
+    return [1.0] * len(completions)
+
+
+def adds_numbers_to_texts(completions, rows):
+    return [completion + 1 for completion in completions]
+
+
+def hangs_always(completions, rows):
+    while True:
+        pass

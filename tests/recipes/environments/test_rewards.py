@@ -277,3 +277,23 @@ def test_a_module_that_fails_in_the_worker_only(tmp_path, monkeypatch):
     (tmp_path / "only_here.py").write_text("raise OSError('no licence')\n")
     with pytest.raises(ConfigError, match="cannot be imported where rewards are computed: OSError: no licence"):
         made.score(["x"], [{}])
+
+
+def test_a_function_that_shortens_its_completions_is_found_out(runner):
+    with pytest.raises(
+        RewardShapeError, match=r"takes_one_away was called with 3 completions: expected 3 rewards, got 2"
+    ):
+        runner("takes_one_away").score(["a", "b", "c"], ROWS)
+
+
+def test_a_function_that_fails_whatever_it_is_given_is_found_by_a_trial(runner):
+    with pytest.raises(RewardShapeError, match="adds_numbers_to_texts fails on every completion of a trial"):
+        runner("adds_numbers_to_texts").check(ROWS)
+
+
+def test_nobody_waits_for_more_than_a_few_timeouts_of_a_batch(runner):
+    started = time.monotonic()
+    scores = runner("hangs_always", timeout_s=0.3).score(["x"] * 40, [ROWS[0]] * 40)
+    assert scores.total == [None] * 40
+    assert scores.errors == 40
+    assert time.monotonic() - started < 15

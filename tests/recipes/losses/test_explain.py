@@ -31,8 +31,9 @@ def text_of(loss, advantage="grpo", **options):
 def test_the_text_in_full():
     loss = PPO(aggregation="constant", max_tokens=16, correction="truncate", kl=KLConfig(0.1))
     assert text_of(loss).splitlines() == [
-        "loss = sum of w l over the step's trained tokens / (64 sequences x 16)  (aggregation=constant)",
-        "64 completions a step, 8 a prompt; counts run over all microbatches and ranks",
+        "loss = sum of w l over the step's trained tokens / "
+        "(the step's sequences, 64 where no group is dropped, x 16)  (aggregation=constant)",
+        "up to 64 completions a step, 8 a prompt; counts run over all microbatches and ranks",
         "l = rho * [-min(r A, clip(r, 0.8, 1.2) A)] + 0.1 (exp(ref - p) - (ref - p) - 1)",
         "r = exp(p - o)",
         "rho = min(exp(o - b), 2), a constant",

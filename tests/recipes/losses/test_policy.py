@@ -435,7 +435,7 @@ def test_options_out_of_range_are_refused(kind, options, message):
 
 
 def test_an_unknown_option_is_refused():
-    with pytest.raises(TypeError, match="PPO has no option clip"):
+    with pytest.raises(ConfigError, match="PPO has no option clip"):
         PPO(clip=0.2)
 
 
