@@ -61,6 +61,10 @@ class Loader(ConfigLoaderImpl):
         options = super().get_group_options(group_name, results_filter, config_name, overrides)
         return [option for option in options if not is_schema(option)]
 
+    def list_groups(self, parent_name: str) -> list[str]:
+        """Names of the groups below a group, without the values that come with a model by themselves."""
+        return [group for group in super().list_groups(parent_name) if not group.startswith("tuned")]
+
     def groups(self) -> list[str]:
         """Names of the recipe's groups, without Hydra's own."""
         return [group for group in self.list_groups("") if group != "hydra"]

@@ -14,6 +14,7 @@ from conf.closed import ConfigError, describe_error
 
 __all__ = ["translated"]
 
+_NOT_IN_DEFAULTS = re.compile(r"Could not override '([^']+)'")
 _NOT_A_FOLDER = re.compile(r"provider=(?P<key>\S+) in .*, path=(?P<path>.*) is not available\.")
 
 
@@ -65,12 +66,15 @@ def _explain(
     while cause is not None and not (isinstance(cause, OmegaConfBaseException) and cause.full_key is not None):
         cause = cause.__cause__ or cause.__context__
     if not isinstance(cause, OmegaConfBaseException):
-        if message.startswith("Could not override '"):
-            name = message.split("'")[1]
+        if (found := _NOT_IN_DEFAULTS.search(message)) is not None:
+            name = found[1]
             group, at, _ = name.partition("@")
             if at and group in groups:
                 return f"{name}: a group's place in the configuration is fixed; write {group}=<option>"
-            return message.partition(" To append")[0]  # Hydra would advise a `+`
+            if group in groups:
+                by = f" (asked for by {where.removeprefix('In ')})" if where else ""
+                return f"this recipe has no group {group}{by}; it belongs to another recipe"
+            return message.partition("To append")[0].strip()  # Hydra would advise a `+`
         for override in overrides:  # OmegaConf takes the last part for the index of a list
             parent, _, leaf = override.key_or_group.rpartition(".")
             if isinstance(error, ValueError) and parent and message.endswith(f" '{leaf}'"):

@@ -91,14 +91,16 @@ CASES = {
     "+loss=cross_entropy": "+loss=cross_entropy: keys are never added; write loss=cross_entropy",
     "+extras.note=1": "+extras.note=1: keys are never added; write extras.note=1",
     # group options
-    "loss=pppo": "loss has no option pppo; the options of loss are cross_entropy",
+    "loss=pppo": "loss has no option pppo, did you mean ppo?; the options of loss are cispo, cross_entropy, dapo,",
+    "rollout=hf": "this recipe has no group rollout; it belongs to another recipe",
+    "experiment=dapo": "this recipe has no group advantage (asked for by 'experiment/dapo')",
     "scheduler=cosin": "scheduler has no option cosin, did you mean cosine?; the options of scheduler are constant,",
     "experiment=nope": "experiment has no option nope",
     "train=null": "train=null: the options of train are default",
     "optim=3": "optim=3: the options of optim are adamw",
     "loss@x=cross_entropy": "loss@x: a group's place in the configuration is fixed; write loss=<option>",
     "experiment=sft_tiny_packed experiment=null": "experiment=null: the options of experiment are",
-    "model=tiny_schema": "model has no option tiny_schema; the options of model are hf, smollm2, tiny",
+    "model=tiny_schema": "the options of model are hf, smollm2, tiny, tiny_warm",
     "scheduler=constant_schema": "the options of scheduler are constant, cosine, linear, wsd",
     "data=[demo,files_schema]": "data has no option files_schema",
     # keys that the group option sets
@@ -257,7 +259,7 @@ def test_option_classes_are_not_offered(capfd, monkeypatch):
     monkeypatch.setenv("COMP_LINE", "sft model=")
     monkeypatch.setenv("COMP_POINT", "10")
     assert run("sft", never, ["-sc", "query=bash"]) == 0
-    assert sorted(capfd.readouterr().out.split()) == ["model=hf", "model=smollm2", "model=tiny"]
+    assert sorted(capfd.readouterr().out.split()) == ["model=hf", "model=smollm2", "model=tiny", "model=tiny_warm"]
 
 
 def test_only_rank_0_speaks(capfd, monkeypatch):
