@@ -33,7 +33,7 @@ grpo-real: .venv/installed .venv/smollm2
 	$(BIN)/python -m recipes.grpo experiment=grpo_smollm2 $(ARGS)
 
 test: .venv/installed
-	$(TEST_ENV) $(BIN)/python -m pytest
+	$(TEST_ENV) $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal
 
 test-all: .venv/installed .venv/smollm2
 	$(TEST_ENV) $(BIN)/python -m pytest -m "not gpu and not vllm"

@@ -293,9 +293,9 @@ def poison_after(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
 
     real, calls = module.microbatch_loss, []
 
-    def poisoned(model: torch.nn.Module, batch: Any, loss: CrossEntropy) -> torch.Tensor:
+    def poisoned(model: torch.nn.Module, batch: Any, loss: CrossEntropy, observe: Any) -> torch.Tensor:
         calls.append(1)
-        return real(model, batch, loss) * (float("nan") if len(calls) > step else 1.0)
+        return real(model, batch, loss, observe) * (float("nan") if len(calls) > step else 1.0)
 
     monkeypatch.setattr(module, "microbatch_loss", poisoned)
 
