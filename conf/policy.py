@@ -206,6 +206,8 @@ class DROConfig(PolicyLossConfig):
 # ------------------------------------------------------------------------------------------------------ other groups
 
 _HAS_WARM_UP = tuple(f"recipes.environments.{name}" for name in ("largest_digit", "arithmetic", "calculator"))
+WARM_UP_FALLBACK = f"{_HAS_WARM_UP[0]}.warm_up_rows"
+"""Rows for an environment that shows no answers itself."""
 
 ADVANTAGES = ("group_mean", "grpo", "rloo", "batch_std", "reinforce_pp", "none")
 NEEDS_GROUP = ("group_mean", "grpo", "rloo", "batch_std")
@@ -387,17 +389,33 @@ class GRPOConfig(CommonConfig):
             raise ConfigError(
                 "rollout.sync=lora with model.lora.rank=0: there is no adapter to hand over; use sync=disk"
             )
+        if rollout.zero_variance != ZeroVariance.keep:
+            self._check_zero_variance()
         if rollout.renormalises and correction == Correction.none:
             raise ConfigError(
                 f"rollout.top_p={rollout.top_p}, rollout.top_k={rollout.top_k}: the sampler's log-probabilities would "
                 "be of another kind than the trainer's; give loss.correction=truncate or mask, or top_p=1 and top_k=0"
             )
 
+    def _check_zero_variance(self) -> None:
+        """Groups of equal rewards are worth nothing under a group baseline alone."""
+        key = f"rollout.zero_variance={self.rollout.zero_variance.name}"
+        if self.advantage.name not in NEEDS_GROUP:
+            raise ConfigError(
+                f"{key} with advantage={self.advantage.name}: without a baseline of the group, one of equal rewards is "
+                f"trained on like others; use zero_variance=keep, or one of {', '.join(NEEDS_GROUP)}"
+            )
+        if isinstance(self.loss, PolicyLossConfig) and self.loss.kl.coef > 0 and self.loss.kl.place == KLPlace.reward:
+            raise ConfigError(
+                f"{key} with loss.kl.place=reward: the divergence tells the completions of such a group apart; use "
+                "zero_variance=keep, or loss.kl.place=loss"
+            )
+
     def _choose_warm_up(self) -> None:
         """A model that is warmed up learns the form of this environment's answers, if it shows any."""
         if isinstance(self.model, TinyWarmConfig) and self.model.rows is None:
             module = self.environment._target_.rpartition(".")[0]
-            self.model.rows = f"{module if module in _HAS_WARM_UP else _HAS_WARM_UP[0]}.warm_up_rows"
+            self.model.rows = f"{module}.warm_up_rows" if module in _HAS_WARM_UP else WARM_UP_FALLBACK
 
     @property
     def updates_per_batch(self) -> int:

@@ -48,8 +48,11 @@ def build(config: TinyWarmConfig, seed: int) -> tuple[PreTrainedModel, PreTraine
     draw = locate(config.rows, [config.rows.partition(".")[0]], key="model.rows")  # allowed or not is checked before
     try:
         rows = [row for number in range(config.warmup_draws) for row in draw(seed + number)]
-    except TypeError as error:
-        raise ConfigError(f"model.rows={config.rows}: accepted is a function (seed) -> chat rows; {error}") from error
+    except Exception as error:  # code of the user's own
+        raise ConfigError(
+            f"model.rows={config.rows} failed ({type(error).__name__}: {error}): accepted is a function "
+            "(seed) -> chat rows"
+        ) from error
     encoder = RowEncoder(tokenizer, format="messages", mask=None, max_length=config.max_positions, overlong="error")
     data = encode_rows([Row(row, f"{config.rows} row {index}") for index, row in enumerate(rows)], encoder)
     loader = DatumLoader(

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from conf.closed import ConfigError
 from conf.policy import NEEDS_GROUP, GRPOConfig, HFRolloutConfig, Overlong, PolicyLossConfig
 from conf.schema import Layout
 from datum.errors import DataError
-from recipes.environments.environment import Environment
+from recipes.environments.environment import Environment, Problem, WeightedReward
 from recipes.environments.rewards import RewardRunner
 from recipes.losses.policy import PolicyLoss
 from recipes.models.build import LanguageModel
@@ -105,7 +106,13 @@ def build_environment(config: GRPOConfig) -> Environment:
         )
     if not environment.rewards:
         raise ConfigError(f"{key} gives no reward: at least one is needed, the first of which is the verdict")
-    if environment.max_turns < 1:
+    wrong = [name for name, reward in environment.rewards.items() if not isinstance(reward, WeightedReward)]
+    if wrong:
+        raise ConfigError(f"{key}: its reward {wrong[0]!r} is no WeightedReward(function, weight)")
+    for problem in (*environment.train, *environment.heldout):
+        if not isinstance(problem, Problem) or not isinstance(problem.row, Mapping):
+            raise ConfigError(f"{key}: {problem!r:.100} is no Problem(id, messages, row) whose row is a mapping")
+    if not isinstance(environment.max_turns, int) or environment.max_turns < 1:
         raise ConfigError(f"{key} has max_turns={environment.max_turns}: accepted are whole numbers from 1")
     if not environment.train:
         raise DataError(f"environment {environment.name} has no problem to train on")

@@ -69,7 +69,7 @@ class RolloutBatch:
         next_place: Place in the stream of prompts behind this batch.
         groups: Groups to train on, in the order of their prompts.
         dropped: Groups without variance that were dropped.
-        no_baseline: Groups with fewer than two rewards, where the advantage needs them.
+        no_baseline: Groups with fewer rewards than the advantage needs: two for a baseline of the group, else one.
         stale: Groups that were too old to train on.
         errors: Reward calls and replies that failed.
         rollout_s: Time that sampling and rewarding took on this rank.
@@ -168,7 +168,7 @@ class Collector:
 
     def _fate(self, group: Group, batch: RolloutBatch) -> list[Group]:
         """Which of the batch's lists a group belongs to."""
-        if self.needs_baseline and sum(rollout.reward is not None for rollout in group) < 2:
+        if sum(rollout.reward is not None for rollout in group) < (2 if self.needs_baseline else 1):
             return batch.no_baseline
         drops = self.config.zero_variance != ZeroVariance.keep and has_zero_variance(group)
         return batch.dropped if drops else batch.groups

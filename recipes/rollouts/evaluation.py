@@ -73,9 +73,9 @@ class PolicyEvaluation:
     def metrics(self) -> list[str]:
         """Names of what `run` measures."""
         sampled = ["eval/sampled_accuracy", f"eval/pass_at_{self.config.samples}"] if self.config.samples else []
-        return ["eval/accuracy", "eval/reward", "eval/truncated_frac", *sampled]
+        return ["eval/accuracy", "eval/reward", "eval/truncated_frac", "eval/abstained_frac", *sampled]
 
-    def run(self, step: int) -> dict[str, float]:
+    def run(self, step: int) -> dict[str, float | None]:
         """Answer all problems and log the result; every rank must call it, and all get the same numbers.
 
         A completion that abstains counts neither as right nor as wrong, and its problem not in pass@k.
@@ -85,6 +85,7 @@ class PolicyEvaluation:
         for rollout in greedy:
             verdict = self._verdict(rollout)
             sums.add("eval/accuracy", _is_right(verdict))
+            sums.add("eval/abstained_frac", float(verdict is None))
             sums.add("eval/reward", rollout.reward)
             sums.add("eval/truncated_frac", float(not rollout.is_finished))
         k = self.config.samples
@@ -97,9 +98,8 @@ class PolicyEvaluation:
                 if len(verdicts) == k:
                     sums.add(f"eval/pass_at_{k}", pass_at_k(k, sum(verdict >= 1 for verdict in verdicts), k))
         row = sums.means(self.metrics(), self.device)
-        log.info(
-            "eval after step %d: %s", step, ", ".join(f"{key.removeprefix('eval/')} {v:.4f}" for key, v in row.items())
-        )
+        shown = [f"{key.removeprefix('eval/')} {'-' if v is None else f'{v:.4f}'}" for key, v in row.items()]
+        log.info("eval after step %d: %s", step, ", ".join(shown))
         for rollout in greedy[: self.config.show_samples]:
             self._show(rollout)
         return row
@@ -132,7 +132,15 @@ class PolicyEvaluation:
         answer = " / ".join(rollout.completions)
         verdict = self._verdict(rollout)
         is_right = verdict is not None and verdict >= 1
-        note = "right" if is_right else f"expected {rollout.row['answer']}" if "answer" in rollout.row else "wrong"
+        note = (
+            "abstains"
+            if verdict is None
+            else "right"
+            if is_right
+            else f"expected {rollout.row['answer']}"
+            if "answer" in rollout.row
+            else "wrong"
+        )
         cut_off = "" if rollout.is_finished else " (not ended)"
         log.info("  %s => %s%s   [%s]", question[-100:], " ".join(answer.split())[-100:], cut_off, note)
 
@@ -164,7 +172,7 @@ class _Sums:
             entry[0] += value
             entry[1] += 1
 
-    def means(self, names: Sequence[str], device: Any) -> dict[str, float]:
+    def means(self, names: Sequence[str], device: Any) -> dict[str, float | None]:
         values = torch.tensor([self.sums.get(name, [0.0, 0.0]) for name in names], dtype=torch.float64, device=device)
         totals = sum_over_ranks(values).tolist()
-        return {name: total / count for name, (total, count) in zip(names, totals, strict=True) if count}
+        return {name: total / count if count else None for name, (total, count) in zip(names, totals, strict=True)}

@@ -7,7 +7,7 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from conf.policy import GRPOConfig, Overlong, Unfinished, ZeroVariance
+from conf.policy import WARM_UP_FALLBACK, GRPOConfig, Overlong, Unfinished, ZeroVariance
 from recipes.environments.environment import Environment
 from recipes.losses.explain import objective_text, on_policy_note, worked_example
 from recipes.losses.policy import PolicyLoss
@@ -54,7 +54,7 @@ def announce(
     for note in language_model.notes:
         log.info("model: %s", note)
     rows = getattr(config.model, "rows", None)
-    if rows is not None and rows.rpartition(".")[0] != config.environment._target_.rpartition(".")[0]:
+    if rows == WARM_UP_FALLBACK and not config.environment._target_.startswith(WARM_UP_FALLBACK.rpartition(".")[0]):
         log.warning(
             "the model was warmed up on %s, not on this environment's answers, so rewards may be rare: give "
             "model.rows=<function (seed) -> chat rows>, or start from a model of your own (model=hf model.name=…)",

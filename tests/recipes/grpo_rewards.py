@@ -1,7 +1,9 @@
-"""Rewards of the tests: a random model's completions differ in them."""
+"""Rewards of the tests, in which a random model's completions differ, and environments that are wrong."""
 
 import time
 import zlib
+
+from recipes.environments.environment import Environment, Problem, WeightedReward
 
 
 def parity(completions, rows):
@@ -35,3 +37,15 @@ def one_for_all(completions, rows):
 
 def slow(completions, rows):
     time.sleep(60)
+
+
+def wrong_rewards(config, seed):
+    return Environment("wrong", [Problem("p", ({"role": "user", "content": "x"},), {})], [], {"r": parity})
+
+
+def wrong_problems(config, seed):
+    return Environment("wrong", [{"prompt": "x"}], [], {"r": WeightedReward("grpo_rewards.parity")})
+
+
+def raising(config, seed):
+    raise RuntimeError("no")

@@ -217,6 +217,13 @@ REFUSED = {
     "collate=packed collate.max_tokens=8": "a Datum is never cut",
     "environment.rewards.parity.wieght=2": "environment.rewards.parity.wieght",
     "rollout.temperature=0": "rollout.temperature",
+    "rollout.zero_variance=drop advantage=reinforce_pp": "trained on like others",
+    "rollout.zero_variance=drop loss.kl.place=reward loss.kl.estimator=k1 loss.kl.coef=0.1": "tells the completions",
+    "environment._target_=grpo_rewards.wrong_rewards": "its reward 'r' is no WeightedReward",
+    "environment._target_=grpo_rewards.wrong_problems": "is no Problem(id, messages, row)",
+    "environment._target_=grpo_rewards.raising": "failed with these options (RuntimeError: no)",
+    "rollout=vllm rollout.servers=[foo]": "foo is no address",
+    "rollout=vllm rollout.sync=lora": "there is no adapter to hand over",
     "advantage=mean": "advantage has no option mean",
 }
 
