@@ -127,15 +127,7 @@ class PolicyLossConfig(LossConfig):
         super().__post_init__()
         above_zero("loss.correction_cap", self.correction_cap)
         from_zero("loss.correction_low", self.correction_low)
-        if self.correction_low > 0 and self.correction == Correction.truncate:
-            raise ConfigError(
-                f"loss.correction_low={self.correction_low} with loss.correction=truncate: a lower bound belongs to "
-                "loss.correction=mask"
-            )
-        if self.correction_low > self.correction_cap:
-            raise ConfigError(
-                f"loss.correction_low={self.correction_low} is above loss.correction_cap={self.correction_cap}"
-            )
+        check_correction(self.correction.value, low=self.correction_low, cap=self.correction_cap)
 
 
 @dataclass
@@ -428,6 +420,16 @@ class GRPOConfig(CommonConfig):
         """Whether the trainer scores a rollout batch before its first update."""
         corrects = isinstance(self.loss, PolicyLossConfig) and self.loss.correction != Correction.none
         return corrects if self.rollout.recompute_logprobs is None else self.rollout.recompute_logprobs
+
+
+def check_correction(correction: str, *, low: float, cap: float) -> None:
+    """Refuse bounds of the correction that do not go together."""
+    if low > 0 and correction == "truncate":
+        raise ConfigError(
+            f"loss.correction_low={low} with loss.correction=truncate: a lower bound belongs to loss.correction=mask"
+        )
+    if low > cap:
+        raise ConfigError(f"loss.correction_low={low} is above loss.correction_cap={cap}")
 
 
 def _is_address(text: str) -> bool:

@@ -23,7 +23,7 @@ def train(config: GRPOConfig, run_dir: Path) -> float | None:
     import time
 
     from recipes.losses.statistics import PolicyStatistics
-    from recipes.models.build import build_model
+    from recipes.models.build import build_configured_model
     from recipes.rollouts.build import (
         build_environment,
         build_evaluation,
@@ -50,16 +50,7 @@ def train(config: GRPOConfig, run_dir: Path) -> float | None:
     loss = build_policy_loss(config)
     environment = build_environment(config)
     rewards = build_rewards(config, environment)
-    language_model = build_model(
-        config.model,
-        seed=config.train.seed,
-        backend=config.attention.backend,
-        layout=config.collate.layout,
-        scope=config.attention.scope,
-        axes=config.positions.axes,
-        allow_targets=config.allow_targets,
-        device=accelerator.device,
-    )
+    language_model = build_configured_model(config, accelerator.device)
     rollouts = build_rollouts(config, run_dir, environment, rewards, language_model, accelerator)
     evaluation = build_evaluation(config, environment, rollouts, language_model, accelerator)
     reference = rollouts.reference

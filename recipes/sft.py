@@ -20,7 +20,7 @@ def train(config: SFTConfig, run_dir: Path) -> float | None:
     # Imported here, so that `--cfg job` and TAB completion need no torch.
     import time
 
-    from recipes.models.build import build_model
+    from recipes.models.build import build_configured_model
     from recipes.runtime.build import instantiate
     from recipes.runtime.interrupt import Interrupt
     from recipes.runtime.outcome import StopRun, note_first_step
@@ -39,16 +39,7 @@ def train(config: SFTConfig, run_dir: Path) -> float | None:
     accelerator = start_accelerator(config.train.precision, config.launch.num_processes)
     loss = instantiate(config.loss, config.allow_targets, key="loss")
     rows = read_data(config)
-    language_model = build_model(
-        config.model,
-        seed=config.train.seed,
-        backend=config.attention.backend,
-        layout=config.collate.layout,
-        scope=config.attention.scope,
-        axes=config.positions.axes,
-        allow_targets=config.allow_targets,
-        device=accelerator.device,
-    )
+    language_model = build_configured_model(config, accelerator.device)
     data = encode_data(rows, config, language_model)
     loader = build_loader(config, data)
     require_fit(data, language_model, loss)

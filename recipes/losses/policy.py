@@ -13,13 +13,14 @@ Untrained positions are not among `tokens`, so every sum over a sequence is one 
 
 import logging
 import math
+from abc import ABC, abstractmethod
 from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor
 
 from conf.closed import ConfigError
-from conf.policy import KLConfig
+from conf.policy import KLConfig, check_correction
 from conf.schema import Aggregation
 from recipes.losses.aggregate import Tokens, check_aggregation
 
@@ -46,7 +47,7 @@ class SharedOptions(TypedDict, total=False):
     correction_low: float
 
 
-class PolicyLoss:
+class PolicyLoss(ABC):
     """Base of the policy losses; a subclass gives `term`. A `recipes.losses.loss.Loss`.
 
     The entropy of each row is asked for to be logged; no loss reads it.
@@ -90,7 +91,7 @@ class PolicyLoss:
         self.correction_level = check_option("loss.correction_level", options.get("correction_level", "token"), _LEVELS)
         self.correction_cap = check_number("loss.correction_cap", options.get("correction_cap", 2.0), above=0)
         self.correction_low = check_number("loss.correction_low", options.get("correction_low", 0.0), low=0)
-        self._check_correction()
+        check_correction(self.correction, low=self.correction_low, cap=self.correction_cap)
         self.required_fields: tuple[str, ...] = ("logprobs", "advantages")
         if self.kl_in_loss:
             self.required_fields += ("ref_logprobs",)
@@ -126,9 +127,9 @@ class PolicyLoss:
             terms = terms + self.kl_coef * kl_terms(self.kl_estimator, target_logprobs, tokens.get("ref_logprobs"))
         return terms
 
+    @abstractmethod
     def term(self, p: Tensor, o: Tensor, advantages: Tensor, tokens: Tokens) -> Tensor:
         """Return the loss's own term [N], before correction and KL."""
-        raise NotImplementedError
 
     def old_logprobs(self, tokens: Tokens) -> Tensor:
         """Return o [N], the log-probabilities that ratios are taken against."""
@@ -153,17 +154,6 @@ class PolicyLoss:
         if self.correction == "truncate":
             return rho.clamp(max=self.correction_cap)
         return rho.where((rho >= self.correction_low) & (rho <= self.correction_cap), 0.0)
-
-    def _check_correction(self) -> None:
-        if self.correction == "truncate" and self.correction_low > 0:
-            raise ConfigError(
-                f"loss.correction_low={self.correction_low} with loss.correction=truncate: a lower bound belongs to "
-                "loss.correction=mask"
-            )
-        if self.correction_low > self.correction_cap:
-            raise ConfigError(
-                f"loss.correction_low={self.correction_low} is above loss.correction_cap={self.correction_cap}"
-            )
 
 
 def kl_terms(estimator: str, p: Tensor, ref: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from tokenizers import AddedToken
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from conf.schema import Backend, Layout, LoraExport, ModelConfig, PositionAxes, Scope
+from conf.schema import Backend, CommonConfig, Layout, LoraExport, ModelConfig, PositionAxes, Scope
 from recipes.models import attention  # noqa: F401  (registers document_sdpa)
 from recipes.models.backends import candidates, refuse
 from recipes.models.dropout import Originals, override_dropout
@@ -29,7 +29,7 @@ from recipes.models.tied import verify_tied
 from recipes.models.traits import read_traits
 from recipes.runtime.build import locate
 
-__all__ = ["LanguageModel", "build_model"]
+__all__ = ["LanguageModel", "build_configured_model", "build_model"]
 
 log = logging.getLogger(__name__)
 
@@ -77,6 +77,20 @@ class LanguageModel:
         base = base_of(self.model)
         has_table = any(isinstance(m, nn.Embedding) and _LEARNT_POSITIONS.search(n) for n, m in base.named_modules())
         return int(base.config.get_text_config().max_position_embeddings) if has_table else None
+
+
+def build_configured_model(config: CommonConfig, device: torch.device | str) -> LanguageModel:
+    """Build the model of a recipe for its layout, seed and attention; see `build_model`."""
+    return build_model(
+        config.model,
+        seed=config.train.seed,
+        backend=config.attention.backend,
+        layout=config.collate.layout,
+        scope=config.attention.scope,
+        axes=config.positions.axes,
+        allow_targets=config.allow_targets,
+        device=device,
+    )
 
 
 def build_model(

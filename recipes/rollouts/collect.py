@@ -12,8 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-import torch.distributed as dist
-
 from conf.policy import Overlong, RolloutConfig, Unfinished, ZeroVariance
 from datum.order import epoch_order
 from recipes.environments.environment import Environment, Problem
@@ -23,7 +21,7 @@ from recipes.rollouts.chat import ChatEncoder
 from recipes.rollouts.roll_out import Attempt, roll_out
 from recipes.rollouts.rollout import Rollout
 from recipes.rollouts.sampler import Sampler, Sampling
-from recipes.training.ranks import rank_and_world
+from recipes.training.ranks import gather_over_ranks, rank_and_world
 
 __all__ = ["Collector", "Prompts", "RolloutBatch", "has_zero_variance", "reward_rollouts"]
 
@@ -195,7 +193,8 @@ class Collector:
             self._judge_length(rollouts)
         except Exception as error:
             failure = error
-        gathered = self._gather((rollouts, errors, None if failure is None else f"{type(failure).__name__}: {failure}"))
+        problem = None if failure is None else f"{type(failure).__name__}: {failure}"
+        gathered = gather_over_ranks((rollouts, errors, problem), self.exchange)
         if failure is not None:
             raise failure
         for _, _, problem in gathered:
@@ -205,14 +204,6 @@ class Collector:
         for rollout in (rollout for part, _, _ in gathered for rollout in part):
             by_place.setdefault(rollout.prompt, []).append(rollout)
         return [by_place[p] for p in range(place, place + count)], sum(errors for _, errors, _ in gathered)
-
-    def _gather(self, mine: tuple[list[Rollout], int, str | None]) -> list[tuple[list[Rollout], int, str | None]]:
-        _, world_size = rank_and_world()
-        if world_size == 1:
-            return [mine]
-        parts: list[Any] = [None] * world_size
-        dist.all_gather_object(parts, mine, group=self.exchange)
-        return parts
 
     def _judge_length(self, rollouts: Sequence[Rollout]) -> None:
         """Mask what was cut off, or take off for length; a rollout that abstains is masked in any case."""

@@ -1,14 +1,13 @@
 """Evaluation of a policy on held-out problems: greedy, sampled, and pass@k."""
 
 import logging
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from conf.policy import PolicyEvalConfig, RolloutConfig, Unfinished
-from recipes.environments.environment import Environment, Problem
+from recipes.environments.environment import Environment
 from recipes.environments.rewards import RewardRunner
 from recipes.rollouts.chat import ChatEncoder
 from recipes.rollouts.collect import reward_rollouts
@@ -17,7 +16,7 @@ from recipes.rollouts.rollout import Rollout
 from recipes.rollouts.sampler import Sampler, Sampling
 from recipes.training.ranks import rank_and_world, sum_over_ranks
 
-__all__ = ["PolicyEvaluation", "pass_at_k"]
+__all__ = ["PolicyEvaluation"]
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +62,8 @@ class PolicyEvaluation:
         self.device = device
         rank, world_size = rank_and_world()
         problems = list(environment.heldout)[: config.max_rows]
-        self.problems: list[tuple[int, Problem]] = list(enumerate(problems))[rank::world_size]
+        prompts = [encoder.prompt_ids(problem.messages, f"problem {problem.id}") for problem in problems]
+        self.problems = list(zip(range(len(problems)), problems, prompts))[rank::world_size]
         self.verdict = next(iter(environment.rewards))
 
     def is_due(self, step: int, num_steps: int) -> bool:
@@ -78,7 +78,8 @@ class PolicyEvaluation:
     def run(self, step: int) -> dict[str, float | None]:
         """Answer all problems and log the result; every rank must call it, and all get the same numbers.
 
-        A completion that abstains counts neither as right nor as wrong, and its problem not in pass@k.
+        pass@k is the share of problems of which one of the k samples is right. A completion that abstains counts
+        neither as right nor as wrong, and its problem not in pass@k.
         """
         greedy = self._answer(step, Sampling(0.0), samples=1)
         sums = _Sums()
@@ -96,7 +97,7 @@ class PolicyEvaluation:
                 for verdict in verdicts:
                     sums.add("eval/sampled_accuracy", _is_right(verdict))
                 if len(verdicts) == k:
-                    sums.add(f"eval/pass_at_{k}", pass_at_k(k, sum(verdict >= 1 for verdict in verdicts), k))
+                    sums.add(f"eval/pass_at_{k}", float(any(verdict >= 1 for verdict in verdicts)))
         row = sums.means(self.metrics(), self.device)
         shown = [f"{key.removeprefix('eval/')} {'-' if v is None else f'{v:.4f}'}" for key, v in row.items()]
         log.info("eval after step %d: %s", step, ", ".join(shown))
@@ -106,8 +107,8 @@ class PolicyEvaluation:
 
     def _answer(self, step: int, sampling: Sampling, *, samples: int) -> list[Rollout]:
         attempts = [
-            Attempt(problem, self.encoder.prompt_ids(problem.messages, f"problem {problem.id}"), number, sample)
-            for number, problem in self.problems
+            Attempt(problem, prompt_ids, number, sample)
+            for number, problem, prompt_ids in self.problems
             for sample in range(samples)
         ]
         rollouts = roll_out(
@@ -131,29 +132,11 @@ class PolicyEvaluation:
         question = " ".join(rollout.question.split())
         answer = " / ".join(rollout.completions)
         verdict = self._verdict(rollout)
-        is_right = verdict is not None and verdict >= 1
-        note = (
-            "abstains"
-            if verdict is None
-            else "right"
-            if is_right
-            else f"expected {rollout.row['answer']}"
-            if "answer" in rollout.row
-            else "wrong"
-        )
+        note = f"expected {rollout.row['answer']}" if "answer" in rollout.row else "wrong"
+        if verdict is None or verdict >= 1:
+            note = "abstains" if verdict is None else "right"
         cut_off = "" if rollout.is_finished else " (not ended)"
         log.info("  %s => %s%s   [%s]", question[-100:], " ".join(answer.split())[-100:], cut_off, note)
-
-
-def pass_at_k(n: int, right: int, k: int) -> float:
-    """Probability that one of k of n samples is right, if k are drawn without putting back.
-
-    Source: M. Chen et al., Evaluating Large Language Models Trained on Code, arXiv:2107.03374, equation 1.
-
-    >>> pass_at_k(4, 1, 4), pass_at_k(4, 1, 2), pass_at_k(4, 0, 4)
-    (1.0, 0.5, 0.0)
-    """
-    return 1.0 - math.comb(n - right, k) / math.comb(n, k)
 
 
 def _is_right(verdict: float | None) -> float | None:

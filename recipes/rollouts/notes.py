@@ -16,7 +16,7 @@ from recipes.rollouts.build import Rollouts
 from recipes.rollouts.collect import RolloutBatch
 from recipes.rollouts.record import rollout_table
 from recipes.training.metrics import read_metrics
-from recipes.training.notes import outside_the_promise
+from recipes.training.notes import announce_model, outside_the_promise
 from recipes.training.run import write_json
 
 __all__ = ["announce", "conclude", "explain_first_step", "show_rollouts"]
@@ -41,18 +41,7 @@ def announce(
     accelerator: Accelerator,
 ) -> None:
     """Say before the first step what will be trained, and by which objective."""
-    parameters = list(language_model.scoring.parameters())
-    trained, total = sum(p.numel() for p in parameters if p.requires_grad), sum(p.numel() for p in parameters)
-    log.info(
-        "model: %s parameters, %s trained; attention %s; %s, %d rank(s)",
-        f"{total:,}",
-        f"{trained:,}",
-        language_model.backend,
-        accelerator.device,
-        accelerator.num_processes,
-    )
-    for note in language_model.notes:
-        log.info("model: %s", note)
+    announce_model(language_model, accelerator)
     rows = getattr(config.model, "rows", None)
     if rows == WARM_UP_FALLBACK and not config.environment._target_.startswith(WARM_UP_FALLBACK.rpartition(".")[0]):
         log.warning(

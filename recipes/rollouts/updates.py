@@ -5,7 +5,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from conf.policy import GRPOConfig, KLPlace, PolicyLossConfig
@@ -18,7 +17,7 @@ from recipes.losses.aggregate import select_tokens
 from recipes.models.scoring import ScoringModel
 from recipes.rollouts.collect import RolloutBatch
 from recipes.rollouts.rollout import Rollout, to_datum
-from recipes.training.ranks import rank_and_world
+from recipes.training.ranks import gather_over_ranks, rank_and_world
 from recipes.training.reference import Reference
 
 __all__ = ["Updates", "set_advantages"]
@@ -112,7 +111,7 @@ class Updates:
         # Tokens that are not trained are scored apart, so that the trained ones stand as they will in the update.
         mine += self._score([i for i, rollout in enumerate(self.rollouts) if rollout.is_masked], scorer, True)
         scoring.train(was_training)
-        for index, values in _gather(mine, exchange):
+        for index, values in (scored for part in gather_over_ranks(mine, exchange) for scored in part):
             rollout, given = self.rollouts[index], iter(values)
             setattr(rollout, name, [next(given) if sampled else 0.0 for sampled in rollout.sampled])
 
@@ -156,12 +155,3 @@ class Updates:
             packed=self.is_packed,
             pad_seq_len_divisible=self.config.collate.pad_seq_len_divisible,
         )
-
-
-def _gather(mine: list[Any], exchange: Any) -> list[Any]:
-    _, world_size = rank_and_world()
-    if world_size == 1:
-        return mine
-    parts: list[Any] = [None] * world_size
-    dist.all_gather_object(parts, mine, group=exchange)
-    return [item for part in parts for item in part]

@@ -32,18 +32,7 @@ def announce(
     """Say before the first step what will be trained, and write data_ledger.json."""
     if config.train.trace and loader.step < loader.num_steps:
         trace(loader.microbatches(loader.step)[0], language_model)
-    parameters = list(language_model.scoring.parameters())
-    trained, total = sum(p.numel() for p in parameters if p.requires_grad), sum(p.numel() for p in parameters)
-    log.info(
-        "model: %s parameters, %s trained; attention %s; %s, %d rank(s)",
-        f"{total:,}",
-        f"{trained:,}",
-        language_model.backend,
-        accelerator.device,
-        accelerator.num_processes,
-    )
-    for note in language_model.notes:
-        log.info("model: %s", note)
+    announce_model(language_model, accelerator)
     log.info("data:\n%s", data.ledger.render())
     if data.heldout is not None:
         log.info("held out: %d Datums, %d with an answer to generate", len(data.heldout), len(data.questions))
@@ -56,6 +45,22 @@ def announce(
     if accelerator.is_main_process:
         heldout = None if data.heldout_ledger is None else data.heldout_ledger.as_dict()
         write_json(run_dir / "data_ledger.json", data.ledger.as_dict() | {"heldout": heldout})
+
+
+def announce_model(language_model: LanguageModel, accelerator: Accelerator) -> None:
+    """Say what is trained, where, and by which choices."""
+    parameters = list(language_model.scoring.parameters())
+    trained, total = sum(p.numel() for p in parameters if p.requires_grad), sum(p.numel() for p in parameters)
+    log.info(
+        "model: %s parameters, %s trained; attention %s; %s, %d rank(s)",
+        f"{total:,}",
+        f"{trained:,}",
+        language_model.backend,
+        accelerator.device,
+        accelerator.num_processes,
+    )
+    for note in language_model.notes:
+        log.info("model: %s", note)
 
 
 def trace(batch: Mapping[str, Any], language_model: LanguageModel) -> None:

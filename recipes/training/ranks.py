@@ -6,6 +6,7 @@ case, and every function below is then the identity.
 
 import hashlib
 import os
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -96,6 +97,21 @@ def largest_over_ranks(value: int, device: torch.device) -> int:
     largest = torch.tensor(value, dtype=torch.int64, device=device)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     return int(largest)
+
+
+def gather_over_ranks(item: Any, group: Any = None) -> list[Any]:
+    """One picklable object of every rank, in the order of ranks; every rank must call it.
+
+    Args:
+        item: This rank's.
+        group: Process group; None: the default one. Threads that gather at one time need one each.
+    """
+    _, world_size = rank_and_world()
+    if world_size == 1:
+        return [item]
+    items: list[Any] = [None] * world_size
+    dist.all_gather_object(items, item, group=group)
+    return items
 
 
 def wait_for_ranks() -> None:

@@ -18,7 +18,6 @@ from recipes.models.tiny import build
 from recipes.rollouts.batches import RolloutBatches, drop_stale
 from recipes.rollouts.chat import ChatEncoder
 from recipes.rollouts.collect import Collector, Prompts, RolloutBatch, has_zero_variance
-from recipes.rollouts.evaluation import pass_at_k
 from recipes.rollouts.roll_out import Attempt, roll_out
 from recipes.rollouts.rollout import Rollout, to_datum
 from recipes.rollouts.sampler import Completion, SampleRequest, Sampling
@@ -199,12 +198,3 @@ def test_an_error_while_sampling_ahead_reaches_the_training_thread(encoder):
     batches = RolloutBatches(collector, sampler, num_steps=3, updates_per_batch=1, max_staleness=1)
     with batches, pytest.raises(OSError, match="gone"):
         batches.next()
-
-
-@given(n=st.integers(1, 6), data=st.data())
-def test_pass_at_k_is_the_share_of_subsets_with_a_right_one(n, data):
-    from itertools import combinations
-
-    right, k = data.draw(st.integers(0, n)), data.draw(st.integers(1, n))
-    subsets = list(combinations(range(n), k))
-    assert pass_at_k(n, right, k) == pytest.approx(sum(min(s) < right for s in subsets) / len(subsets))
